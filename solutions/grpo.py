@@ -1,0 +1,357 @@
+"""GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), in five small tasks.
+
+This is the file you edit: fill in the five functions marked TODO, in order, and run `python -m pytest -q -k task1`
+(then task2, ...) after each. What is below task 5 is complete. Read `tinylm.py` first: you will call `generate`,
+`response_mask`, `decode`, `decode_and_strip_padding`, `reward` and `token_logp` from it.
+
+Shapes, everywhere alike: P prompts, G responses per prompt (the group size), N = P * G rows, PROMPT-MAJOR: rows
+i*G to i*G + G-1 belong to prompt i. Tp prompt tokens, Tr response tokens. `mask` [N, Tr] is 1 on a response's own
+tokens, its end-of-sequence included, and 0 on the padding after it. `logp`, `old_logp`, `ref_logp` [N, Tr] are the
+log-probabilities of the sampled tokens under the policy being trained, the policy that sampled them, and the
+reference (the SFT model).
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import tinylm
+from tinylm import TinyLM
+
+
+@dataclass
+class Samples:
+    """One batch of responses: N = P * G rows, prompt-major."""
+
+    prompts: Tensor  # [N, Tp] int64, each prompt G times in a row
+    responses: Tensor  # [N, Tr] int64, padded after the end-of-sequence
+    mask: Tensor  # [N, Tr] 1 on own tokens up to and including the end-of-sequence, else 0
+    rewards: Tensor  # [N] float32
+    texts: list[str]  # N decoded responses, such as "85$"
+
+
+def option(default, help: str):
+    """A field of GRPOConfig, with the help text that `run.py` shows for its flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class GRPOConfig:
+    """The hyperparameters. Each is a flag of `run.py`: `inner_steps` is `--inner-steps`; `std` is `--no-std`."""
+
+    iters: int = option(300, "training iterations")
+    prompts: int = option(16, "prompts per iteration (P)")
+    G: int = option(8, "responses per prompt, the group size")
+    inner_steps: int = option(2, "gradient steps on each batch of samples")
+    lr: float = option(3e-4, "Adam's learning rate")
+    clip: float = option(0.2, "the ratio is clipped to [1 - clip, 1 + clip]")
+    beta: float = option(0.04, "weight of the KL penalty that ties the policy to the reference")
+    std: bool = option(True, "do not divide the advantages by the group's standard deviation (as in Dr. GRPO)")
+    temperature: float = option(1.0, "the policy is softmax(logits / temperature), sampled and trained alike")
+    seed: int = option(0, "seed of the prompts drawn and the responses sampled")
+    eval_every: int = option(10, "iterations between two evaluations on the held-out problems")
+
+
+# Task 1 ---------------------------------------------------------------------------------------------------------
+
+
+def sample_group(
+    model: TinyLM,
+    prompts: Tensor,
+    G: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Samples:
+    """Sample G responses to each prompt, as one batch, and let the verifier score them.
+
+    Args:
+        model: the policy to sample from.
+        prompts: [P, Tp] int64 token ids.
+        G: responses per prompt.
+        temperature: tokens are drawn from softmax(logits / temperature).
+        generator: the source of randomness; pass it on to `tinylm.generate`.
+
+    Returns:
+        Samples with N = P * G rows, prompt-major, rewards as float32 on the prompts' device.
+
+    Example: prompts "37+48=" and "10+15=" with G = 2 give the rows
+        37+48=, 37+48=, 10+15=, 10+15=   and, if the policy answers 85$, 84$, 25$, 25$, the rewards 1, 0, 1, 1.
+
+    Hints:
+        1. `repeat_interleave` gives a, a, b, b; `repeat` gives a, b, a, b and breaks the groups.
+        2. Call `tinylm.generate` once, on all N rows; `tinylm.response_mask` gives the mask.
+        3. `tinylm.reward(prompt, response)` compares two strings: `tinylm.decode` gives the prompts' texts,
+           `tinylm.decode_and_strip_padding` the responses'.
+    """
+    # TODO(task 1)
+    prompts = prompts.repeat_interleave(G, dim=0)
+    responses = tinylm.generate(model, prompts, temperature, generator)
+    texts = tinylm.decode_and_strip_padding(responses)
+    rewards = [tinylm.reward(prompt, text) for prompt, text in zip(tinylm.decode(prompts), texts, strict=True)]
+    return Samples(
+        prompts=prompts,
+        responses=responses,
+        mask=tinylm.response_mask(responses),
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=prompts.device),
+        texts=texts,
+    )
+
+
+# Task 2 ---------------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards: Tensor, G: int, normalize_std: bool = True, eps: float = 1e-4) -> Tensor:
+    """How much better each response did than its own group: the baseline that replaces PPO's value network.
+
+        A_i = (r_i - mean(r)) / (std(r) + eps)     mean and std over the G rewards of i's group
+        A_i =  r_i - mean(r)                       if normalize_std is False
+
+    The std is the POPULATION standard deviation, sqrt(mean((r - mean)^2)): it divides by G, not by G - 1.
+    (DeepSeekMath, section 4.1.2, outcome supervision; mean only: Dr. GRPO, arXiv 2503.20783.)
+
+    Args:
+        rewards: [N] float, prompt-major.
+        G: group size; N must be a multiple of it.
+        normalize_std: divide by the group's std, or not.
+        eps: keeps the division finite when all rewards of a group are equal.
+
+    Returns:
+        Advantages [N], prompt-major. A group whose rewards are all equal gets 0: it says nothing about which
+        response was better.
+
+    Example, G = 4: rewards (1, 0, 0, 1) give (+1, -1, -1, +1); (1, 0, 0, 0) give (1.73, -0.58, -0.58, -0.58);
+        mean only, (1, 0, 0, 0) give (0.75, -0.25, -0.25, -0.25).
+
+    Hints:
+        1. `rewards.view(-1, G)` has one group per row; `keepdim=True` keeps the mean a column.
+        2. torch's `std` divides by G - 1 unless told otherwise: `correction=0`.
+    """
+    # TODO(task 2)
+    groups = rewards.view(-1, G)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if normalize_std:
+        advantages = advantages / (groups.std(dim=1, correction=0, keepdim=True) + eps)
+    # The float32 mean of eight equal numbers such as 0.7 is not always that number: make "no signal" exact.
+    no_signal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    return advantages.masked_fill(no_signal, 0.0).view(-1)
+
+
+# Task 3 ---------------------------------------------------------------------------------------------------------
+
+
+def k3_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """Per-token estimate of KL(pi_theta || pi_ref) from one sampled token, Schulman's k3.
+
+        k3 = u - log(u) - 1     with u = pi_ref(token) / pi_theta(token)
+
+    For tokens drawn from pi_theta its expectation is exactly the KL divergence, and unlike -log(u) it is never
+    negative: every term pulls towards the reference. (DeepSeekMath, equation 4.)
+
+    Args:
+        logp: [N, Tr] log pi_theta of the sampled tokens, with gradient.
+        ref_logp: [N, Tr] log pi_ref of the same tokens, without.
+
+    Returns:
+        k3 [N, Tr] in nats, differentiable in `logp`. No mask is applied here.
+
+    Example: logp = log 0.5 and ref_logp = log 0.25 give u = 0.5 and k3 = 0.5 + 0.693 - 1 = 0.193 nats.
+
+    Hints:
+        1. log(u) is a difference of the two arguments; mind which one is on top.
+        2. The gradient with respect to `logp` is 1 - u: do not detach it.
+    """
+    # TODO(task 3)
+    log_u = ref_logp - logp
+    return log_u.exp() - log_u - 1
+
+
+# Task 4 ---------------------------------------------------------------------------------------------------------
+
+
+def grpo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    ref_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    beta: float = 0.04,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The GRPO loss of one batch of responses (DeepSeekMath, equation 3, negated), and what to watch beside it.
+
+        ratio     = pi_theta / pi_old = exp(logp - old_logp)                                    per token
+        surrogate = min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A)                        per token
+        objective = surrogate - beta * k3                                                       per token
+        J_i       = sum of the objective over response i's own tokens / their number            per response
+        loss      = - mean of J_i over the N responses
+
+    The order of the two averages matters: first over a response's own tokens, then over responses. One average
+    over all tokens of the batch would give long responses more weight (chapter 16 compares the two).
+
+    Args:
+        logp: [N, Tr] under the policy being trained, with gradient.
+        old_logp: [N, Tr] under the policy that sampled, a constant.
+        ref_logp: [N, Tr] under the reference, a constant.
+        advantages: [N], one per response; every token of the response gets it.
+        mask: [N, Tr], 1 on own tokens, 0 on padding, whose log-probs mean nothing. At least one 1 in each row.
+        clip: half-width of the interval in which the ratio may move freely.
+        beta: weight of the KL penalty.
+
+    Returns:
+        (loss, metrics): loss is a scalar with gradient; metrics are detached scalars, each a mean over all own
+        tokens of the batch: "clip_fraction", the share of tokens whose clipped term is the smaller one (they
+        get no gradient from the surrogate); "kl", the mean k3; "ratio", the mean ratio.
+
+    Example, clip = 0.2, beta = 0: ratio 1.5 gives 1.2 * A for A = +1 (clipped), but 1.5 * A for A = -1 (not
+        clipped: the token became likelier although the answer was wrong, so the gradient must stay).
+
+    Hints:
+        1. `advantages.unsqueeze(1)` is [N, 1] and broadcasts over the tokens.
+        2. `k3_kl` is task 3; `torch.minimum` and `clamp` do the rest.
+        3. Multiply by the mask before the sum, and divide by `mask.sum(dim=1)`, not by Tr.
+        4. Optimizers minimise; the objective is to be maximised.
+    """
+    # TODO(task 4)
+    ratio = (logp - old_logp).exp()
+    advantages = advantages.unsqueeze(1)  # [N, 1]
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip, 1 + clip) * advantages
+    kl = k3_kl(logp, ref_logp)
+    objective = torch.minimum(unclipped, clipped) - beta * kl  # [N, Tr]
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1)  # [N]
+    loss = -per_response.mean()
+
+    def token_mean(values: Tensor) -> Tensor:
+        return ((values * mask).sum() / mask.sum()).detach()
+
+    metrics = {"clip_fraction": token_mean(clipped < unclipped), "kl": token_mean(kl), "ratio": token_mean(ratio)}
+    return loss, metrics
+
+
+# Task 5 ---------------------------------------------------------------------------------------------------------
+
+
+def grpo_step(
+    model: TinyLM,
+    ref_model: TinyLM,
+    optimizer: torch.optim.Optimizer,
+    prompts: Tensor,
+    config: GRPOConfig,
+    generator: torch.Generator | None = None,
+) -> tuple[Samples, dict[str, Tensor]]:
+    """One iteration of GRPO: sample, score, and take `config.inner_steps` gradient steps on the same samples.
+
+        1. sample config.G responses to each prompt from the policy as it is now      (task 1)
+        2. advantages from the rewards, within each group                             (task 2)
+        3. old_logp under the policy, ref_logp under the reference: once, without gradient, BEFORE any step
+        4. config.inner_steps times: logp with gradient, the loss (task 4), zero_grad, backward, optimizer step
+
+    On the first inner step logp equals old_logp, so every ratio is 1 and nothing is clipped. The ratio moves only
+    because old_logp stays frozen while the policy steps away from it.
+
+    Args:
+        model: the policy; trained in place.
+        ref_model: the reference; never changes.
+        optimizer: over the policy's parameters.
+        prompts: [P, Tp] int64.
+        config: G, inner_steps, clip, beta, std and temperature are used here.
+        generator: the source of randomness for the samples.
+
+    Returns:
+        (samples, metrics): the samples of this iteration; the metrics of `grpo_loss` at the LAST inner step, and
+        "loss", that step's loss, detached.
+
+    Example: inner_steps = 1 always returns a clip_fraction of 0 and a ratio of 1.
+
+    Hints:
+        1. `tinylm.token_logp(model, samples.prompts, samples.responses, config.temperature)`: all three log-probs,
+           at one temperature.
+        2. `with torch.no_grad():` around the two that are constants.
+        3. Gradients add up in torch until `optimizer.zero_grad()` clears them.
+    """
+    # TODO(task 5)
+    samples = sample_group(model, prompts, config.G, config.temperature, generator)
+    advantages = group_advantages(samples.rewards, config.G, config.std)
+    with torch.no_grad():
+        old_logp = tinylm.token_logp(model, samples.prompts, samples.responses, config.temperature)
+        ref_logp = tinylm.token_logp(ref_model, samples.prompts, samples.responses, config.temperature)
+    for _ in range(config.inner_steps):
+        logp = tinylm.token_logp(model, samples.prompts, samples.responses, config.temperature)
+        loss, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, samples.mask, config.clip, config.beta)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return samples, metrics | {"loss": loss.detach()}
+
+
+# Given, complete ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def token_entropy(model: TinyLM, prompts: Tensor, responses: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean entropy of the policy's next-token distribution over the responses' own tokens, a scalar in nats.
+
+    H = - sum over the vocabulary of pi * log pi. It falls as the policy becomes sure of its answers, and with it
+    the variety that groups need: a group of eight equal responses teaches nothing.
+    """
+    logits = tinylm.response_logits(model, prompts, responses, temperature)  # [N, Tr, V]
+    expected_logit = (logits.softmax(dim=-1) * logits).sum(dim=-1)
+    entropy = logits.logsumexp(dim=-1) - expected_logit
+    return (entropy * mask).sum() / mask.sum()
+
+
+def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, float]:
+    """Sampled and greedy accuracy on `prompts`, and the entropy over one fresh response to each of them."""
+    sampled, greedy = tinylm.accuracy(model, prompts, config.temperature)
+    # A generator of its own: how often we look must not change what is trained.
+    generator = torch.Generator(prompts.device).manual_seed(config.seed)
+    responses = tinylm.generate(model, prompts, config.temperature, generator)
+    mask = tinylm.response_mask(responses)
+    entropy = token_entropy(model, prompts, responses, mask, config.temperature).item()
+    return {"sampled_accuracy": sampled, "greedy_accuracy": greedy, "entropy": entropy}
+
+
+def train_grpo(
+    model: TinyLM, config: GRPOConfig, callback: Callable[[dict[str, float]], None] | None = None
+) -> list[dict[str, float]]:
+    """Train `model` in place with GRPO; a frozen copy of what it was at the start is the reference.
+
+    Returns the history, a row per iteration, each also handed to `callback` as soon as it is there. Row 0 is the
+    evaluation before training; rows from 1 on have "reward" (mean), "all_right" and "all_wrong" (shares of
+    groups without signal), "clip_fraction", "kl" (nats per token), "ratio" and "loss"; every `config.eval_every`
+    iterations, and at the end, also the keys of `evaluate`.
+
+    Raises FloatingPointError, naming the iteration, when the loss is not finite.
+    """
+    device = next(model.parameters()).device
+    train_prompts, held_out = (prompts.to(device) for prompts in tinylm.problems())
+    ref_model = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, fused=True)
+    draw = torch.Generator().manual_seed(config.seed)  # which prompts
+    generator = torch.Generator(device).manual_seed(config.seed)  # which responses
+    history = []
+    for iteration in range(config.iters + 1):
+        row = {"iteration": iteration}
+        if iteration > 0:
+            prompts = train_prompts[torch.randint(len(train_prompts), (config.prompts,), generator=draw)]
+            samples, metrics = grpo_step(model, ref_model, optimizer, prompts, config, generator)
+            group_means = samples.rewards.view(-1, config.G).mean(dim=1)
+            row["reward"] = group_means.mean().item()
+            row["all_right"] = (group_means == 1).float().mean().item()
+            row["all_wrong"] = (group_means == 0).float().mean().item()
+            row |= {name: float(value) for name, value in metrics.items()}
+            if not math.isfinite(row["loss"]):
+                raise FloatingPointError(
+                    f"the loss is {row['loss']} at iteration {iteration}: the policy moved too far in one step "
+                    f"(lr {config.lr:g}, clip {config.clip:g}); lower --lr or --inner-steps"
+                )
+        if iteration % config.eval_every == 0 or iteration == config.iters:
+            row |= evaluate(model, held_out, config)
+        history.append(row)
+        if callback:
+            callback(row)
+    return history
