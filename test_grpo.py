@@ -601,9 +601,6 @@ PENALTIES = {
     "the KL penalty is multiplied by the ratio (as newer TRL does): the lab's is plain k3": lambda b: (
         b.beta * k3_of(b.ref_logp - b.logp) * (b.logp - b.old_logp).exp()
     ),
-    "the KL penalty counts the padding: mask it like the surrogate": lambda b: (
-        b.beta * k3_of(b.ref_logp - b.logp) / b.mask.clamp(min=1e-12)
-    ),
 }
 AVERAGES = {
     "": lambda x, b: ((x * b.mask).sum(1) / b.mask.sum(1)).mean(),
@@ -629,6 +626,15 @@ AVERAGES = {
     "the average runs over responses first, token by token: it runs over a response's own tokens first": lambda x, b: (
         (x * b.mask).sum(0) / b.mask.sum(0).clamp(min=1)
     ).mean(),
+    "the KL penalty counts the padding: mask it like the surrogate": lambda x, b: (
+        (b.surrogate * b.mask - b.penalty).sum(1) / b.mask.sum(1)
+    ).mean(),
+    "the KL penalty is averaged over all N * Tr places: average it like the surrogate": lambda x, b: (
+        ((b.surrogate * b.mask).sum(1) / b.mask.sum(1)).mean() - b.penalty.mean()
+    ),
+    "the KL penalty is averaged over all tokens of the batch: average it like the surrogate": lambda x, b: (
+        ((b.surrogate * b.mask).sum(1) / b.mask.sum(1)).mean() - (b.penalty * b.mask).sum() / b.mask.sum()
+    ),
     "the length is one too large": lambda x, b: ((x * b.mask).sum(1) / (b.mask.sum(1) + 1)).mean(),
     "the end-of-sequence is left out: the mask's last 1 counts too": lambda x, b: (
         ((x * b.mask)[:, :-1] * b.mask[:, 1:]).sum(1) / b.mask[:, 1:].sum(1).clamp(min=1)
@@ -661,7 +667,8 @@ def loss_with(names: tuple, batch: SimpleNamespace) -> tuple[Tensor, Tensor] | N
     )
     if (A := advantages(b)) is None:
         return None
-    loss = sign * average(surrogate(ratio(b), A, b) - penalty(b), b)
+    b.surrogate, b.penalty = surrogate(ratio(b), A, b), penalty(b)
+    loss = sign * average(b.surrogate - b.penalty, b)
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     return loss.detach(), torch.zeros_like(leaf) if gradient is None else gradient
 
