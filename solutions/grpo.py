@@ -14,7 +14,7 @@ reference (the SFT model).
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,26 +34,21 @@ class Samples:
     texts: list[str]  # N decoded responses, such as "85$"
 
 
-def option(default, help: str):
-    """A field of GRPOConfig, with the help text that `run.py` shows for its flag."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class GRPOConfig:
-    """The hyperparameters. Each is a flag of `run.py`: `inner_steps` is `--inner-steps`; `std` is `--no-std`."""
+    """The hyperparameters. Each is a flag of `run.py`: `inner_steps` is `--inner-steps`; `std = False` is `--no-std`."""
 
-    iters: int = option(300, "training iterations")
-    prompts: int = option(16, "prompts per iteration (P)")
-    G: int = option(8, "responses per prompt, the group size")
-    inner_steps: int = option(2, "gradient steps on each batch of samples")
-    lr: float = option(3e-4, "Adam's learning rate")
-    clip: float = option(0.2, "the ratio is clipped to [1 - clip, 1 + clip]")
-    beta: float = option(0.04, "weight of the KL penalty that ties the policy to the reference")
-    std: bool = option(True, "do not divide the advantages by the group's standard deviation (as in Dr. GRPO)")
-    temperature: float = option(1.0, "the policy is softmax(logits / temperature), sampled and trained alike")
-    seed: int = option(0, "seed of the prompts drawn and the responses sampled")
-    eval_every: int = option(10, "iterations between two evaluations on the held-out problems")
+    iters: int = 300  # training iterations
+    prompts: int = 16  # P, prompts per iteration
+    G: int = 8  # responses per prompt, the group size
+    inner_steps: int = 2  # gradient steps on each batch of samples
+    lr: float = 3e-4  # Adam's learning rate
+    clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
+    beta: float = 0.04  # weight of the KL penalty
+    std: bool = True  # divide the advantages by the group's standard deviation
+    temperature: float = 1.0  # the policy is softmax(logits / temperature), sampled and trained alike
+    seed: int = 0  # of the prompts drawn and the responses sampled
+    eval_every: int = 10  # iterations between two evaluations on the held-out problems
 
 
 # Task 1 ---------------------------------------------------------------------------------------------------------
