@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass
 class GRPOConfig:
-    """The hyperparameters. Each is a flag of `run.py`: `inner_steps` is `--inner-steps`; `std = False` is `--no-std`."""
+    """The hyperparameters, each a flag of `run.py`: `inner_steps` is `--inner-steps`; `std = False` is `--no-std`."""
 
     iters: int = 300  # training iterations
     prompts: int = 16  # P, prompts per iteration
