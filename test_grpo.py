@@ -1195,7 +1195,7 @@ def test_task5_training_raises_the_accuracy(lab, sft):
         lab.fail(
             5,
             f"after 100 iterations the sampled accuracy went from {before:.3f} to {after:.3f}; it should gain at least "
-            "0.06 (the reference solution gains 0.12 to 0.18). Look at the other tests of task 5 first",
+            "0.06 (the reference solution gains about 0.2). Look at the other tests of task 5 first",
         )
 
 
