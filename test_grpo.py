@@ -11,6 +11,7 @@ import math
 import os
 import random
 import statistics
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -106,11 +107,11 @@ def check_rows(lab, model):
     right = scores(rows, texts)
     digits = [text.rstrip("$") for text in texts]
     mistakes = {
-        "the answers are scored against the wrong prompts: row i*G + j answers prompt i": scores(tiled, texts),
+        "the rewards score the answers against the wrong prompts: row i*G + j answers prompt i": scores(tiled, texts),
         "the rewards stand in the wrong order: they must stay row by row": right.view(32, G).T.flatten(),
-        "the answers are scored against the wrong prompt, the next one's": scores(rows[G:] + rows[:G], texts),
-        "the answers are scored against the wrong prompt, the row after": scores(rows[1:] + rows[:1], texts),
-        "the answers are scored against the wrong prompt, the one before": scores(rows[-G:] + rows[:-G], texts),
+        "the rewards score the answers against the wrong prompt, the next one's": scores(rows[G:] + rows[:G], texts),
+        "the rewards score the answers against the wrong prompt, the row after": scores(rows[1:] + rows[:1], texts),
+        "the rewards score the answers against the wrong prompt, the one before": scores(rows[-G:] + rows[:-G], texts),
         "every response of a group gets the first one's reward: score each row": right[::G].repeat_interleave(G),
         "an answer that never ended, or is not plain, was scored as right: use tinylm.reward as it is": torch.tensor(
             [
@@ -164,7 +165,7 @@ def test_task1_mask_ends_with_the_end_of_sequence(lab, sft):
             "end-of-sequence are its own": (samples.responses != tinylm.PAD).double(),
             "the mask holds lengths or positions, not 0 and 1": expected.cumsum(dim=1) * expected,
         }
-        mistakes["the mask drops the last own token of every response"] = torch.cat(
+        mistakes["the mask is shifted left by one: it drops the last own token of every response"] = torch.cat(
             [expected[:, 1:], torch.zeros_like(expected[:, :1])], dim=1
         )
         given = f"the responses {samples.texts[:3]} ..."
@@ -249,6 +250,14 @@ def wrong_advantages(rewards: Tensor, G: int, normalize_std: bool) -> dict[str, 
     right_groups = rewards.double().view(-1, G)
     groupings = {
         "": (right_groups, lambda a: a.reshape(-1)),
+        "view(G, -1) makes G groups of P rows: the rows are prompt-major, P groups of G, so view(-1, G)": (
+            rewards.double().view(G, -1),
+            lambda a: a.reshape(-1),
+        ),
+        "mean and std run across the prompts (dim=0 of view(-1, G)): a group is one row of it, so dim=1": (
+            rewards.double().view(-1, G).T,
+            lambda a: a.T.reshape(-1),
+        ),
         "the groups are interleaved, read as columns by view(G, -1): rows are prompt-major, so view(-1, G)": (
             rewards.double().view(G, -1).T,
             lambda a: a.T.reshape(-1),
@@ -422,7 +431,12 @@ WRONG_K3 = {
     "u itself carries no gradient: do not detach it": lambda log_u: log_u.detach().exp() - log_u - 1,
     "log(u) carries no gradient: do not detach it": lambda log_u: log_u.exp() - log_u.detach() - 1,
     "k3 is clamped: let large values through": lambda log_u: (log_u.exp() - log_u - 1).clamp(max=1.0),
-    "the log-ratio is clamped to [-1, 1]: let large values through": lambda log_u: k3_of(log_u.clamp(-1, 1)),
+    **{
+        f"the log-ratio is clamped to [-{bound}, {bound}]: let large values through": lambda log_u, bound=bound: k3_of(
+            log_u.clamp(-bound, bound)
+        )
+        for bound in (0.1, 0.2, 0.5, 1, 2)
+    },
     "the log-ratio is taken without its sign (abs)": lambda log_u: k3_of(log_u.abs()),
     "this is k3 divided by u": lambda log_u: 1 - (log_u + 1) * (-log_u).exp(),
     "this is k3 weighted by u": lambda log_u: (log_u.exp() - log_u - 1) * log_u.exp(),
@@ -713,7 +727,7 @@ def loss_with(names: tuple, batch: SimpleNamespace) -> tuple[Tensor, Tensor] | N
         return None
     b.surrogate, b.penalty = surrogate(ratio(b), A, b), penalty(b)
     loss = sign * average(b.surrogate - b.penalty, b)
-    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+    gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
     return loss.detach(), torch.zeros_like(leaf) if gradient is None else gradient
 
 
@@ -741,6 +755,8 @@ def check_loss(lab, batch: SimpleNamespace):
     gradient = torch.zeros_like(logp) if gradient is None else gradient.double()
     if lab.close(got, expected[0], 1e-4) and lab.close(gradient, expected[1], 1e-4):
         return
+    if got == 0 and not gradient.any():
+        lab.fail(4, "the loss and its gradient are 0: is the mask the wrong way round, or all set to zero?")
     name = name_of_loss(lab, got, gradient, expected, batch)
     values = f"\n  loss: got {got:.5f}, expected {expected[0]:.5f}"
     values += f"\n  gradient with respect to logp: got {lab.rounded(gradient)}\n  expected {lab.rounded(expected[1])}"
@@ -1027,6 +1043,15 @@ def configuration(lab, **changes):
     return lab.grpo.GRPOConfig(**(values | changes))
 
 
+@contextmanager
+def counted(lab, owner, name: str):
+    """The arguments of each call of owner.name within the block. Looked at only to name what went wrong."""
+    calls, original = [], getattr(owner, name)
+    lab.monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+    yield calls
+    lab.monkeypatch.setattr(owner, name, original)
+
+
 def step(lab, policy, reference, optimizer, prompts, config, seed=None):
     """Call grpo_step, and see that it returns samples of the right size and a dict."""
     generator = torch.Generator().manual_seed(SEED if seed is None else seed)
@@ -1047,15 +1072,18 @@ def step(lab, policy, reference, optimizer, prompts, config, seed=None):
 def check_step(lab, sft, pairs: bool, **changes):
     """Take one step of SGD with the student's function, and compare the weights with a replay of the same samples."""
     config = configuration(lab, **changes)
-    policy, reference = shaken(sft, 0.02), copy.deepcopy(sft)
-    before = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-    calls, generate = [], tinylm.generate
-    lab.monkeypatch.setattr(tinylm, "generate", lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs))
-    samples, metrics = step(lab, policy, reference, optimizer, short_and_long_prompts(6), config)
-    lab.monkeypatch.setattr(tinylm, "generate", generate)
     right = ("",) * len(STEP_PARTS)
-    expected, history = replay(right, before, reference, samples, config, config.lr)
+    for seed in range(SEED, SEED + 20):
+        policy, reference = shaken(sft, 0.02), copy.deepcopy(sft)
+        before = copy.deepcopy(policy).requires_grad_(False)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
+        with counted(lab, tinylm, "generate") as sampled, counted(lab, optimizer, "step") as stepped:
+            samples, metrics = step(lab, policy, reference, optimizer, short_and_long_prompts(6), config, seed)
+        expected, history = replay(right, before, reference, samples, config, config.lr)
+        # Once in some hundred draws a token is so much likelier under the reference that k3's exp throws the policy far
+        # off, where rounding decides what comes next. That says nothing about the student's function: draw again.
+        if all(entry["kl"] < 0.3 for entry in history):  # also False where it is NaN
+            break
     got, length = flat(policy), (expected - flat(before)).norm()
 
     def agree(a: Tensor, b: Tensor) -> bool:
@@ -1069,8 +1097,10 @@ def check_step(lab, sft, pairs: bool, **changes):
     values = f"\n  the weights moved {moved:.3f} times as far as they should"
     values += f"\n  with inner_steps {config.inner_steps}, clip {config.clip}, beta {config.beta}, std {config.std}, "
     values += f"temperature {config.temperature}"
-    if len(calls) == config.inner_steps > 1:
-        lab.fail(5, f"new responses are sampled at every inner step: sample once, before the loop{values}")
+    if [len(prompts) for _, prompts, *_ in sampled].count(len(samples.rewards)) > 1:
+        lab.fail(5, f"responses are sampled more than once: sample once, before the loop, and train on these{values}")
+    if not stepped and (got - flat(before)).norm() > 0:
+        lab.fail(5, f"the weights were changed without the optimizer given: call optimizer.step(){values}")
     if (got - flat(before)).norm() == 0:
         lab.fail(5, f"the weights did not change: call backward() and optimizer.step(), of the optimizer given{values}")
     for names in few_deviations(*STEP_PARTS):
@@ -1098,7 +1128,7 @@ def test_task5_one_inner_step_moves_the_weights_right(lab, sft):
 def test_task5_several_inner_steps_on_the_same_samples(lab, sft):
     lab.stand_in(5, EARLIER[5])
     # Without the std: the exact place of eps in it would grow over the steps, and every right place must be accepted.
-    check_step(lab, sft, pairs=True, inner_steps=3, lr=0.05, std=False)
+    check_step(lab, sft, pairs=True, inner_steps=3, lr=0.03, std=False)
     check_step(lab, sft, pairs=False, inner_steps=2, lr=0.1, temperature=1.4, clip=0.03, beta=0.3, std=False)
 
 
@@ -1164,7 +1194,7 @@ def test_task5_samples_the_policy_with_the_generator(lab, sft):
 @pytest.mark.points(3)
 def test_task5_metrics_of_the_last_inner_step(lab, sft):
     lab.stand_in(5, EARLIER[5])
-    metrics, history = check_step(lab, sft, pairs=False, inner_steps=3, lr=0.05, std=False)
+    metrics, history = check_step(lab, sft, pairs=False, inner_steps=3, lr=0.03, std=False)
     for key in ("loss", "clip_fraction", "kl", "ratio"):
         mistakes = {
             f"metrics[{key!r}] is the first inner step's: return the last one's": history[0][key],
