@@ -1,0 +1,162 @@
+"""Tests of the audit itself: does it notice when the tests let a wrong solution pass, or reject a right one?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import audit
+from audit import COMBINATIONS, MISTAKES, VARIATIONS, Combination, Mistake, Variation
+
+ENTRIES = [*MISTAKES, *VARIATIONS, *COMBINATIONS]
+REFERENCE = audit.REFERENCE.read_text(encoding="utf-8")
+NO_CHANGE = [("log_u = ref_logp - logp\n", "log_u = ref_logp - logp  # the same\n")]
+REVERSED = [("log_u = ref_logp - logp\n", "log_u = logp - ref_logp\n")]
+
+
+def test_every_change_applies_once_and_compiles():
+    for entry in ENTRIES:
+        assert audit.changed_source(entry, REFERENCE) != REFERENCE
+
+
+def test_names_are_unique():
+    names = [entry.name for entry in ENTRIES]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_catalogue_is_large_enough():
+    assert len(MISTAKES) >= 70
+    assert len(VARIATIONS) >= 20
+    assert len(COMBINATIONS) >= 8
+
+
+def test_every_mistake_asks_for_its_name():
+    for mistake in MISTAKES:
+        assert mistake.says
+        assert all(words.strip() for words in mistake.says)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ([("no such line", "")], "occurs 0 times"),
+        ([("ref_logp", "")], "not once"),
+        ([("log_u = ref_logp - logp", "log_u = ref_logp - logp")], "changes nothing"),
+        ([("log_u = ref_logp - logp", "log_u = ref_logp -")], "does not compile"),
+        ("return (logp", "does not compile"),
+    ],
+)
+def test_change_that_does_not_apply_is_an_error(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        audit.changed_source(Variation(3, "broken", change), REFERENCE)
+
+
+def test_replacement_body_keeps_signature_docstring_and_neighbours():
+    source = audit.changed_source(Variation(3, "another body", "return logp"), REFERENCE)
+    before, after = REFERENCE.split('"""\n    log_u = ref_logp - logp\n    return log_u.exp() - log_u - 1\n')
+    assert source == f'{before}"""\n    return logp\n{after}'
+
+
+@pytest.mark.parametrize(
+    "message, says, named",
+    [
+        ("this is the SAMPLE\n  standard deviation", ("sample standard",), True),
+        ("this divides by G - 1", ("sample|G - 1", "divides"), True),
+        ("this divides by G - 1", ("sample|G - 1", "population"), False),
+    ],
+)
+def test_mistake_is_named_by_all_words_in_any_of_their_forms(message, says, named):
+    assert audit.names(message, says) is named
+
+
+def report(test: str, outcome: str = "passed", message: str = "") -> dict[str, str]:
+    return {"test": test, "outcome": outcome, "message": message}
+
+
+def test_judging_without_running():
+    wrong = Mistake(4, "wrong", NO_CHANGE, ("clip",))
+    right = Variation(4, "right", NO_CHANGE)
+    pair = Combination((wrong, Mistake(5, "also wrong", NO_CHANGE, ("beta",))))
+    passed, failed = report("test_task4_a"), report("test_task4_a", "failed", "the clip is missing")
+    other = report("test_task5_a", "failed", "something")
+    assert audit.judge(wrong, [failed]).outcome == "rejected"
+    assert audit.judge(wrong, [failed]).named_by == "test_task4_a"
+    assert audit.judge(wrong, [report("test_task4_a", "failed", "?")]).named_by is None
+    assert audit.judge(wrong, [passed]).outcome == "ACCEPTED"
+    assert audit.judge(wrong, [passed, other]).outcome == "ACCEPTED"
+    assert audit.judge(wrong, [failed, other]).outcome == "SPOILS task 5"
+    assert audit.judge(pair, [failed, report("test_task5_a")]).outcome == "ACCEPTED in task 5"
+    assert audit.judge(pair, [failed, other]).good
+    assert audit.judge(right, [passed]).good
+    assert audit.judge(right, [failed]).outcome == "REJECTED"
+    assert audit.judge(right, [passed, report("test_task4_b", "skipped")]).outcome == "SKIPPED"
+    for entry in (wrong, right, pair):
+        assert not audit.judge(entry, None).good
+        assert not audit.judge(entry, []).good
+        assert not audit.judge(entry, [report("(collection)", "failed", "ImportError")]).good
+
+
+def test_audit_turns_red_when_the_tests_fall_short(capsys):
+    entries = [
+        Mistake(3, "reversed and named", REVERSED, ("revers|upside|swap|wrong way|other way|on top",)),
+        Variation(3, "right", NO_CHANGE),
+        Mistake(3, "reversed and not named", REVERSED, ("words that no message holds",)),
+        Mistake(3, "wrong and accepted", NO_CHANGE, ("k3",)),
+        Variation(3, "right and rejected", REVERSED),
+        Mistake(3, "kills the process", "import os\nos._exit(0)", ("k3",)),
+    ]
+    verdicts = audit.audit(entries, jobs=1)
+    assert [verdict.entry for verdict in verdicts] == entries
+    assert [verdict.good for verdict in verdicts] == [True, True, True, False, False, False]
+    assert [verdict.named_by is not None for verdict in verdicts] == [True, False, False, False, False, False]
+    green, unnamed, accepted, rejected, killed = (
+        audit.print_table(verdicts[:2]),
+        audit.print_table(verdicts[:3]),
+        audit.print_table([*verdicts[:2], verdicts[3]]),
+        audit.print_table([*verdicts[:2], verdicts[4]]),
+        audit.print_table([*verdicts[:2], verdicts[5]]),
+    )
+    assert (green, unnamed, accepted, rejected, killed) == (True, False, False, False, False)
+    table = capsys.readouterr().out
+    assert "wrong solutions: 1 of 1 rejected, 1 named" in table
+    assert "ACCEPTED" in table
+    assert "REJECTED" in table
+    assert "UNNAMED" in table
+
+
+def test_slow_entry_is_stopped_and_the_next_one_runs(monkeypatch):
+    monkeypatch.setattr(audit, "TIMEOUT", 30.0)
+    endless = Mistake(3, "endless", "while True:\n    pass", ("k3",))
+    verdicts = audit.audit([Variation(3, "right", NO_CHANGE), endless], jobs=1)
+    assert [verdict.good for verdict in verdicts] == [True, False]
+    assert verdicts[1].outcome == "NO ANSWER"
+
+
+def run_audit(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(audit.REFERENCE.with_name("audit.py")), *flags],
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+def test_list_and_only():
+    listed = run_audit("--list", "--only", "TASK3 k2")
+    assert listed.returncode == 0
+    assert "k2 for k3" in listed.stdout
+    assert "k1 for k3" not in listed.stdout
+    nothing = run_audit("--list", "--only", "no such entry")
+    assert nothing.returncode == 2
+    assert "Traceback" not in nothing.stderr
+
+
+def test_show_prints_the_change_and_the_failures():
+    shown = run_audit("--show", "k2 for k3")
+    assert shown.returncode == 0, shown.stderr
+    assert "-    return log_u.exp() - log_u - 1" in shown.stdout
+    assert "+    return 0.5 * log_u**2" in shown.stdout
+    assert "--- test_task3_" in shown.stdout

@@ -1,0 +1,111 @@
+"""bench.py: what it counts is what the work multiplies, its table holds together, and it leaves nothing behind."""
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+LAB = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
+import bench  # noqa: E402
+
+import tinylm  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def sft():
+    return tinylm.load_or_train_sft()
+
+
+def command(monkeypatch, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    return bench.main()
+
+
+def test_products_of_forward_and_backward_are_counted():
+    x, weight, bias = torch.randn(5, 7), torch.randn(3, 7, requires_grad=True), torch.randn(3, requires_grad=True)
+    forward = 2 * 5 * 7 * 3
+    assert bench.flop(bench.count_products(lambda: x @ weight.T)) == forward
+    assert bench.flop(bench.count_products(lambda: torch.nn.functional.linear(x, weight, bias))) == forward
+    assert bench.flop(bench.count_products(lambda: (x @ weight.T).sum().backward())) == 2 * forward  # x needs none
+    batches = torch.randn(4, 5, 7), torch.randn(4, 7, 3)
+    assert bench.flop(bench.count_products(lambda: torch.bmm(*batches))) == 4 * forward
+    assert bench.flop(bench.count_products(lambda: torch.baddbmm(torch.randn(5, 3), *batches))) == 4 * forward
+    assert bench.flop(bench.count_products(lambda: x + x)) == 0
+
+
+def test_the_floor_grows_with_the_count():
+    big = ((600, 600), (600, 1), (600, 600), (1, 600))  # sizes and strides: the second matrix is transposed
+    once, often = (bench.floor_of(Counter({big: times})) for times in (1, 1000))
+    assert 0 < 10 * once < often
+
+
+def test_an_iteration_multiplies_what_its_parts_do_and_every_token_once(sft):
+    rows = bench.core_rows(sft)
+    count = {name.strip(): bench.flop(bench.count_products(work)) for name, work in rows.items()}
+    whole = count["GRPO iteration"]
+    parts = count["sampling"] + count["old and reference log-probs"] + count["inner steps"]
+    assert abs(parts - whole) < 0.01 * whole
+    # Nine passes (sampling, two log-probs, two inner steps of three), each over 16 prompts of 6 tokens and 128
+    # responses of 3 tokens that are read; two operations for each weight. The last layer skips some, attention adds.
+    weights = sum(weight.numel() for weight in sft.blocks.parameters())
+    assert 0.85 < whole / (9 * (16 * 6 + 128 * 3) * 2 * weights) < 1.15
+    assert 1.6 < count["iteration without prompt sharing"] / whole < 2.1
+    assert tinylm.group_size(torch.zeros(8, 6)) == 8  # sharing is on again
+
+
+def test_the_tables(monkeypatch, capsys, sft):
+    assert command(monkeypatch, "--quick", "--repeats", "1", "--busy") == 0
+    output = capsys.readouterr().out
+    table = [line for line in output.splitlines() if len(line) == 36 + 48 and line[-1].isdigit()]
+    assert len(table) == 5 + 4 + 5, output
+    for line in table:
+        took, operations, rate, floor, ratio = map(float, line[36:].split())
+        assert 0 < floor <= took and rate > 0 and operations > 0, line
+        assert abs(ratio - took / floor) <= 0.1 * ratio, line  # they are rounded
+    growth = [line.split() for line in output.splitlines() if line.startswith("cost ~")]
+    assert len(growth) == 2 and all(-1 < float(words[-1]) < 3 for words in growth), output
+    slower = next(line for line in output.splitlines() if line.startswith("slower than idle: "))
+    assert all(float(value) > 0 for value in slower.split(": ")[1].split(", "))
+
+
+def test_the_fitted_exponent(monkeypatch, capsys):
+    """Cost 1, 4 and 16 for 2, 4 and 8 rows: an exponent of 2."""
+
+    class Fake:
+        def __init__(self, sft, prompts, G):
+            self.whole = (prompts * G) ** 2
+
+    monkeypatch.setattr(bench, "Iteration", Fake)
+    monkeypatch.setattr(bench, "seconds", lambda cost, repeats: [float(cost)] * repeats)
+    assert bench.print_growth(None, "P", [{"prompts": p, "G": 2} for p in (1, 2, 4)], 2) == pytest.approx(2)
+    assert capsys.readouterr().out.count("\n") == 6
+
+
+def test_the_busy_process_is_ended():
+    with pytest.raises(ValueError, match="stop"), bench.busy_core() as process:
+        assert process.poll() is None
+        raise ValueError("stop")
+    assert process.returncode is not None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="trl is installed")
+def test_without_trl_one_line_says_so(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command(monkeypatch, "--trl")
+    output = capsys.readouterr()
+    assert stop.value.code == 2 and output.out == "" and output.err.count("\n") == 1 and "trl" in output.err
+
+
+def test_the_gpt2_for_trl_computes_the_same_logits(sft, tmp_path):
+    pytest.importorskip("transformers")
+    gpt2, tokenizer = bench.to_gpt2(sft, tmp_path)
+    _, held_out = tinylm.problems()
+    right = tinylm.answers(held_out)
+    with torch.no_grad():
+        theirs = gpt2(torch.cat([held_out, right], dim=1)).logits[:, tinylm.PROMPT_LEN - 1 : -1]
+        torch.testing.assert_close(theirs, tinylm.response_logits(sft, held_out, right), rtol=1e-5, atol=1e-5)
+    assert tokenizer(tinylm.decode(held_out))["input_ids"] == held_out.tolist()

@@ -1,0 +1,177 @@
+"""The guide `colab_grpo_trl.md`, as far as it can be checked without TRL. `solutions/guide.py --run` runs it."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "colab_grpo_trl.md"
+RUNNER = ROOT / "solutions" / "guide.py"
+
+
+def load(path: Path, name: str):
+    """The module at `path`."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def blocks(text) -> list[str]:
+    """The source of every Python block; a magic command on a line of its own becomes a comment."""
+    sources = re.findall(r"^```python[^\n]*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [re.sub(r"^%.*$", "# magic", source, flags=re.MULTILINE) for source in sources]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return load(RUNNER, "guide_runner")
+
+
+def assigned(blocks: list[str], name: str):
+    """The literal that a block assigns to `name`, at top level and once in the whole guide."""
+    nodes = [node for block in blocks for node in ast.parse(block).body if isinstance(node, ast.Assign)]
+    found = [ast.literal_eval(node.value) for node in nodes if ast.unparse(node.targets[0]) == name]
+    assert len(found) == 1, f"{name} is assigned {len(found)} times"
+    return found[0]
+
+
+def test_every_fence_is_closed_and_of_a_known_kind(text, blocks):
+    fences = re.findall(r"^```(.*)$", text, flags=re.MULTILINE)
+    assert len(fences) % 2 == 0 and not any(fences[1::2]), "a fence is not closed"
+    kinds = {fence.split(" ")[0] for fence in fences[::2]}
+    assert kinds <= {"python", "text"}, f"jupytext would run, or drop, blocks of the kinds {kinds}"
+    assert len(blocks) > 20
+
+
+def test_every_python_block_compiles_and_fits_the_page(blocks):
+    for number, block in enumerate(blocks):
+        compile(block, f"block {number}", "exec")
+        assert max(map(len, block.splitlines())) <= 120, block
+
+
+def test_every_file_is_opened_with_an_encoding_and_no_shell_is_used(blocks):
+    calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    for call in calls:
+        name = ast.unparse(call.func)
+        keywords = {keyword.arg for keyword in call.keywords}
+        assert "shell" not in keywords
+        if name == "open" or name.endswith((".open", "_text", "subprocess.run")):
+            assert "encoding" in keywords, ast.unparse(call)
+
+
+def test_the_install_line_pins_what_the_version_block_compares(runner, blocks):
+    pinned = dict(requirement.split("==") for requirement in runner.requirements() if "==" in requirement)
+    assert pinned == assigned(blocks, "TESTED")
+    assert {"torch", "trl", "transformers"} <= set(pinned)
+    unpinned = {requirement for requirement in runner.requirements() if "==" not in requirement}
+    assert {"jupytext", "nbclient", "ipykernel"} <= unpinned, "what the runner itself needs"
+
+
+def test_the_pinned_torch_is_within_the_labs_bounds(runner):
+    requirements = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    low, high = re.search(r"^torch>=([\d.]+),<([\d.]+)$", requirements, flags=re.MULTILINE).groups()
+    pinned = next(r.partition("==")[2] for r in runner.requirements() if r.startswith("torch=="))
+
+    def key(number: str) -> list[int]:
+        return [int(part) for part in number.split(".")]
+
+    assert key(low) <= key(pinned) < key(high)
+
+
+def table_after(text: str, heading: str) -> list[list[str]]:
+    """The cells of the rows of the table whose first header cell is `heading`."""
+    table = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert table, f"no table starts with {heading!r}"
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.group(1).splitlines()]
+
+
+def test_every_lab_name_in_the_table_of_pieces_exists(text):
+    sys.path.insert(0, str(ROOT))
+    try:
+        import tinylm  # noqa: PLC0415
+
+        grpo = load(ROOT / "solutions" / "grpo.py", "grpo_of_the_guide_test")
+    finally:
+        sys.path.remove(str(ROOT))
+    rows = table_after(text, "the lab")
+    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row[0])]
+    for name in names:
+        if name.startswith("tinylm."):
+            assert hasattr(tinylm, name.removeprefix("tinylm.")), name
+        else:
+            assert hasattr(grpo, name) or name in grpo.GRPOConfig.__dataclass_fields__, name
+    for name in ["sample_group", "group_advantages", "k3_kl", "grpo_loss", "grpo_step", "tinylm.token_logp"]:
+        assert name in names, f"{name} is missing from the table"
+    options = set(grpo.GRPOConfig.__dataclass_fields__) - {"std", "temperature", "seed", "eval_every"}
+    assert options <= set(names), "an option of GRPOConfig is missing from the table"
+
+
+def test_the_defaults_given_for_the_lab_are_the_labs(blocks):
+    grpo = load(ROOT / "solutions" / "grpo.py", "grpo_of_the_guide_test")
+    config, defaults = grpo.GRPOConfig(), assigned(blocks, "DEFAULTS")
+    for trl_name, name in {
+        "beta": "beta",
+        "epsilon": "clip",
+        "num_iterations": "inner_steps",
+        "num_generations": "G",
+        "temperature": "temperature",
+        "learning_rate": "lr",
+    }.items():
+        assert defaults[trl_name][1] == getattr(config, name), trl_name
+
+
+def test_the_runner_finds_the_model_that_it_replaces(runner, text):
+    assert text.count(f'MODEL = "{runner.GPU_MODEL}"') == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "complaint"),
+    [
+        ([], "6", "nothing to do"),
+        (["--rum"], "6", "--rum"),
+        (["--run"], "many", "LAB_STEPS"),
+        (["--run"], "0", "LAB_STEPS"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(flags, steps, complaint, monkeypatch):
+    monkeypatch.setenv("LAB_STEPS", steps)
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), *flags], check=False, capture_output=True, encoding="utf-8", timeout=60
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and complaint in done.stderr
+
+
+def test_an_environment_that_is_not_the_guides_is_refused(runner, monkeypatch):
+    monkeypatch.setattr(runner, "requirements", lambda: ["torch==0.1", "no-such-package", "pytest"])
+    problems = runner.unmet()
+    assert len(problems) == 2
+    assert problems[0].startswith("torch==0.1 (here: ") and problems[1] == "no-such-package (here: missing)"
+
+
+def test_a_block_that_would_not_become_a_cell_is_found(runner, tmp_path, monkeypatch):
+    pytest.importorskip("jupytext")
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text("```python\nx = 1\n```\n\n```python .noeval\ny = 2\n```\n", encoding="utf-8")
+    monkeypatch.setattr(runner, "GUIDE", wrong)
+    with pytest.raises(ValueError, match="2 Python blocks, jupytext made 1"):
+        runner.notebook()
+
+
+def test_jupytext_sees_the_blocks_that_these_tests_see(runner, blocks):
+    pytest.importorskip("jupytext")
+    cells = [cell.source for cell in runner.notebook().cells if cell.cell_type == "code"]
+    assert len(cells) == len(blocks)
