@@ -1989,7 +1989,7 @@ def audit(
     reference = REFERENCE.read_text(encoding="utf-8")
     sources = [changed_source(entry, reference) for entry in entries]
 
-    sys.path.insert(0, str(ROOT))
+    sys.path.append(str(ROOT))
     import tinylm  # noqa: PLC0415 (it imports torch, which takes seconds)
 
     tinylm.load_or_train_sft()  # once here, not once per entry

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 LAB = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(LAB))
+sys.path.append(str(LAB))  # not first: with solutions/ before it, `import grpo` is the reference
 from run import Parser, number  # noqa: E402
 
 SOURCE_LIMIT, ZIP_LIMIT, MEMBERS_LIMIT = 2**20, 50 * 2**20, 10_000  # bytes, bytes, files
@@ -162,12 +162,11 @@ class Exam:
 
     files: dict[str, bytes]  # of the sandbox's folder
     stand_ins: dict[int, bytes]  # task -> a solutions/grpo.py in which that task and later ones are not written
-    functions: list[str]
     private: list[str]  # folders that a submission may not read
     timeout: float  # seconds for a test
     seed: str = field(default_factory=lambda: str(secrets.randbelow(10**6)))  # the same inputs for everyone
     tests: list[Test] = field(default_factory=list)
-    canaries: dict[int, str] = field(default_factory=dict)  # task -> its quickest test that a wrong solution fails
+    canaries: dict[int, Test] = field(default_factory=dict)  # task -> its quickest test that a wrong solution fails
     harmless: list[str] = field(default_factory=list)  # what the reference's run replaces, too
 
     @property
@@ -213,11 +212,11 @@ def prepare_exam(timeout: float, private: list[Path]) -> Exam:
 
     tinylm.load_or_train_sft()
     files = {n: (LAB / n).read_bytes() for n in ("tinylm.py", "conftest.py", "test_grpo.py", "pyproject.toml")}
-    files["handout.py"], files["tinylm_sft.pt"] = (LAB / "grpo.py").read_bytes(), tinylm.SFT_PATH.read_bytes()
+    files["tinylm_sft.pt"] = tinylm.SFT_PATH.read_bytes()
     reference = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")
-    bodies = task_bodies(reference)
-    stand_ins = {task: unwritten(reference, task).encode() for task in bodies}
-    exam = Exam(files, stand_ins, [name for name, _, _ in bodies.values()], [str(LAB), *map(str, private)], timeout)
+    stand_ins = {task: unwritten(reference, task).encode() for task in task_bodies(reference)}
+    files["handout.py"] = stand_ins[1]
+    exam = Exam(files, stand_ins, [str(LAB), *map(str, private)], timeout)
     durations: dict[str, float] = {}
     harmless: set[str] = set()
     with Sandbox(exam, reference.encode(), own_user(0)) as sandbox:
@@ -237,7 +236,7 @@ def prepare_exam(timeout: float, private: list[Path]) -> Exam:
                 raise Refused(f"the reference does not pass {test.name} here (LAB_SEED={exam.seed}): {why}")
         for test in sorted(exam.tests, key=lambda test: durations[test.name]):
             if test.task not in exam.canaries and sandbox.ask(test, timeout, wrong=True).kind == "failed":
-                exam.canaries[test.task] = test.name
+                exam.canaries[test.task] = test
     exam.canaries = dict(sorted(exam.canaries.items()))
     missing = {test.task for test in exam.tests} - exam.canaries.keys()
     if missing or not exam.tests:
@@ -292,7 +291,7 @@ class Sandbox:
         here = {str(LAB), str(LAB / "solutions"), ""}
         path = [str(Path(entry).resolve()) for entry in sys.path if entry not in here]
         config = {"work": str(work), "home": str(home), "path": path, "private": exam.private, "key": self.key}
-        config |= {"libraries": [*path, sys.prefix, sys.base_prefix], "functions": exam.functions, "uid": uid}
+        config |= {"libraries": [*path, sys.prefix, sys.base_prefix], "uid": uid}
         config |= {"harmless": exam.harmless, "memory": MEMORY, "seconds": int(exam.seconds + START)}
         config["nonce"] = nonce = secrets.token_hex(8)
         with (self.folder / "errors").open("wb") as errors:
@@ -481,9 +480,7 @@ def grade_submission(name: str, source: bytes, exam: Exam, uid: int | None) -> G
                 reply = sandbox.ask(test, exam.timeout)
                 canary = None
                 if reply.kind == "passed" and not reply.changed:
-                    canary = sandbox.ask(
-                        next(t for t in exam.tests if t.name == exam.canaries[test.task]), 60, wrong=True
-                    )
+                    canary = sandbox.ask(exam.canaries[test.task], exam.timeout, wrong=True)
             except (Ended, Hung) as error:
                 what = str(error) or f"took longer than {exam.timeout:g} seconds"
                 where = "when imported" if not sandbox.imported else f"in {test.name}"

@@ -25,7 +25,7 @@ from run import Parser
 
 STUDENT = """.gitignore LICENSE README.md colab_grpo_trl.md conftest.py grpo.py passk.py pyproject.toml requirements.txt
     run.py test_grpo.py tinylm.py"""
-AUTOGRADER = """conftest.py grpo.py pyproject.toml requirements.txt run.py solutions/grade.py solutions/grpo.py
+AUTOGRADER = """conftest.py pyproject.toml requirements.txt run.py solutions/grade.py solutions/grpo.py
     solutions/sandbox.py test_grpo.py tinylm.py"""
 OURS = b"Lab 15, by solutions/release.py"  # the archive's comment, by which it is known again
 

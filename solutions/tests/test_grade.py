@@ -626,7 +626,7 @@ def test_slow_resume_after_a_kill(tmp_path):
 
 def test_what_is_finished(tmp_path):
     """A grade is finished if its row holds this very submission under these very tests, and its feedback is there."""
-    exam = grade.Exam({"test_grpo.py": b"x"}, {}, [], [], 1.0, canaries={1: "test_task1_a"})
+    exam = grade.Exam({"test_grpo.py": b"x"}, {}, [], 1.0, canaries={1: None})
     digest = grade.submission_digest(b"source", exam)
     book = grade.Book(tmp_path / "grades.csv", False)
     assert not book.done("+a", digest)
@@ -723,9 +723,7 @@ def test_bad_input_is_one_line(tmp_path, args):
 
 
 def test_csv_of_one_row():
-    exam = grade.Exam(
-        {}, {}, [], [], 1.0, tests=[grade.Test("test_task1_a", 1, "1.1", 5)], canaries={1: "test_task1_a"}
-    )
+    exam = grade.Exam({}, {}, [], 1.0, tests=[grade.Test("test_task1_a", 1, "1.1", 5)], canaries={1: None})
     row = grade.row_of(grade.Grade('+x "y", z', "d", {"test_task1_a": 5}, {}, "a\nb", 1.25), exam)
     text = grade.table([row], grade.columns(exam))
     assert next(csv.DictReader(io.StringIO(text))) == row

@@ -34,7 +34,7 @@ def start(folder: Path, *arguments: str | Path, **extra: str) -> subprocess.Pope
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
