@@ -320,7 +320,7 @@ def train_grpo(
     groups without signal), "clip_fraction", "kl" (nats per token), "ratio" and "loss"; every `config.eval_every`
     iterations, and at the end, also the keys of `evaluate`.
 
-    Raises FloatingPointError, naming the iteration, when the loss is not finite.
+    Raises FloatingPointError, naming the iteration, when the loss or the accuracy is not finite.
     """
     device = next(model.parameters()).device
     train_prompts, held_out = (prompts.to(device) for prompts in tinylm.problems())
@@ -339,13 +339,14 @@ def train_grpo(
             row["all_right"] = (group_means == 1).float().mean().item()
             row["all_wrong"] = (group_means == 0).float().mean().item()
             row |= {name: float(value) for name, value in metrics.items()}
-            if not math.isfinite(row["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {row['loss']} at iteration {iteration}: the policy moved too far in one step "
-                    f"(lr {config.lr:g}, clip {config.clip:g}); lower --lr or --inner-steps"
-                )
         if iteration % config.eval_every == 0 or iteration == config.iters:
             row |= evaluate(model, held_out, config)
+        for name in ("loss", "sampled_accuracy"):  # the accuracy also shows weights that the last step spoilt
+            if not math.isfinite(row.get(name, 0.0)):
+                raise FloatingPointError(
+                    f"the {name.replace('_', ' ')} is {row[name]} at iteration {iteration}: the policy moved too far "
+                    f"in one step (lr {config.lr:g}, clip {config.clip:g}); lower --lr or --inner-steps"
+                )
         history.append(row)
         if callback:
             callback(row)
