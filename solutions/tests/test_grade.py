@@ -28,7 +28,8 @@ import tinylm  # noqa: E402
 
 REFERENCE = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")
 BODIES = grade.task_bodies(REFERENCE)
-TIMEOUT = 8  # seconds for a test, many times what the small ones need, on a busy machine too
+LINES = len(REFERENCE.splitlines())
+TIMEOUT = 5  # seconds of computing for a test, many times what the small ones need
 
 SMALL_TESTS = """
 import copy
@@ -272,7 +273,7 @@ HOSTILE = {
     "odd but right": (
         each(
             task2="print('x' * 10**6)",
-            task3="for _ in range(300): print('x' * 10**6)",
+            task3="for _ in range(100): print('x' * 10**6)",
             task4="import os\nos.environ['RL_SOLUTIONS'] = '1'",
         )
         + "\nimport atexit, os\natexit.register(os._exit, 0)\n"
@@ -335,8 +336,13 @@ HOSTILE = {
     "loops": (on_import("while True: pass"), NONE, [f"took longer than {TIMEOUT} seconds when imported"], []),
     "leaves": (on_import("import os\nos._exit(0)"), NONE, ["ended the process (exit status 0) when imported"], []),
     "exits": (on_import("import sys\nsys.exit(0)"), NONE, ["cannot be imported: SystemExit"], []),
-    "lacks a module": (on_import("import no_such"), NONE, ["ModuleNotFoundError"], ["line 355: import no_such"]),
-    "no Python": (REFERENCE + "\ndef f(:\n", NONE, ["cannot be imported: SyntaxError"], ["line 354: def f(:"]),
+    "lacks a module": (
+        on_import("import no_such"),
+        NONE,
+        ["ModuleNotFoundError"],
+        [f"line {LINES + 3}: import no_such"],
+    ),
+    "no Python": (REFERENCE + "\ndef f(:\n", NONE, ["cannot be imported: SyntaxError"], [f"line {LINES + 2}: def f(:"]),
     "latin-1": (REFERENCE.encode() + "\nA = 'é'\n".encode("latin-1"), NONE, ["SyntaxError"], ["utf-8"]),
     # Replacements
     "patches": (
@@ -581,7 +587,7 @@ def test_slow_nothing_leads_to_the_examiner(tmp_path):
     """
     submissions = tmp_path / "submissions"
     submissions.mkdir()
-    (submissions / "looks.py").write_text(inside(3, search), encoding="utf-8")
+    (submissions / "looks.py").write_text(inside(4, search), encoding="utf-8")
     done = run_grade(lab, submissions, "--out", tmp_path / "grades.csv", "--timeout", 60)
     assert done.returncode == 0, done.stderr
     assert "RuntimeError: True True []" in (tmp_path / "feedback" / "looks.txt").read_text(encoding="utf-8")
