@@ -10,13 +10,12 @@ would not find in many tries? The curves at large k tell.
 """
 # ruff: noqa: PLC0415  torch and matplotlib take seconds to import: only where they are needed, so that --help is quick
 
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from run import PICTURES, Parser, number
+from run import Parser, check_picture, number
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 EVERY_K = range(1, max(KS) + 1)
@@ -89,15 +88,11 @@ def leaders(difference: np.ndarray) -> str:
 
 def check_out(out: Path) -> None:
     """Raise ValueError, before any sampling, if the picture can't be written or would replace something else."""
-    if out.suffix.lower() not in PICTURES:
-        raise ValueError(f"--out {out}: the name must end in one of {', '.join(PICTURES)}")
-    probe = out.with_name(f".{os.getpid()}.{out.name}")  # the name that `tinylm.whole_file` will use
+    check_picture(out)
     try:
-        probe.touch()
-        probe.unlink()
         foreign = out.exists() and (out.is_dir() or MARK.encode() not in out.read_bytes())
     except OSError as error:
-        raise ValueError(f"--out {out}: cannot write there: {error.strerror}") from error
+        raise ValueError(f"--out {out}: cannot read what is there: {error.strerror}") from error
     if foreign:
         raise ValueError(f"{out} is there already, and not drawn by passk.py: name another --out, or delete that file")
 
@@ -167,8 +162,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
 
-    def flag(name: str, default, convert, help: str, metavar: str = "N"):
-        parser.add_argument(name, type=convert, default=default, help=f"{help} (default: %(default)s)", metavar=metavar)
+    flag = parser.flag
 
     flag("--grpo", Path("tinylm_grpo.pt"), Path, "the trained checkpoint: clip.pt of `run.py --out clip.png`", "FILE")
     flag("--n", 256, number(int, MIN_N, 100_000), f"samples per problem, at least {MIN_N}: twice the largest k")
@@ -194,10 +188,7 @@ def main() -> int:
 
     import tinylm
 
-    try:
-        torch.zeros(1, device=args.device).item()
-    except Exception:  # of a type that depends on the device
-        parser.error(f"--device {args.device}: there is no such device here; cpu always works")
+    parser.check_device(args.device)
     try:
         grpo_model = tinylm.load_checkpoint(args.grpo)
     except ValueError as error:

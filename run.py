@@ -34,6 +34,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
+    def flag(self, name: str, default, convert, help: str, metavar: str = "N"):
+        """A flag that takes a value, with its default in the help."""
+        self.add_argument(name, type=convert, default=default, help=f"{help} (default: %(default)s)", metavar=metavar)
+
+    def check_device(self, name: str) -> None:
+        """Complain if torch cannot compute on the device `name`."""
+        import torch
+
+        try:
+            torch.zeros(1, device=name).item()
+        except Exception:  # of a type that depends on the device
+            self.error(f"--device {name}: there is no such device here; cpu always works")
+
 
 def number(kind: type, low: float, high: float, above: bool = False) -> Callable[[str], float]:
     """The type of a flag: an int or a float from `low` (or only above it) to `high`."""
@@ -59,8 +72,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
 
-    def flag(name: str, default, convert, help: str, metavar: str = "N"):
-        parser.add_argument(name, type=convert, default=default, help=f"{help} (default: %(default)s)", metavar=metavar)
+    flag = parser.flag
 
     many = 1_000_000
     flag("--iters", 300, number(int, 1, many), "training iterations")
@@ -103,18 +115,23 @@ def files_of(out: Path) -> tuple[Path, Path, Path]:
     return out, out.with_suffix(".csv"), checkpoint
 
 
-def check_files(out: Path, settings: str) -> None:
-    """Raise ValueError, before any training, if the files can't be written or would replace what is not this run's."""
+def check_picture(out: Path) -> None:
+    """Raise ValueError if `out` has no picture's ending, or its folder is not there or cannot be written to."""
     if out.suffix.lower() not in PICTURES:
         raise ValueError(f"--out {out}: the name must end in one of {', '.join(PICTURES)}")
-    if out.stem.lower() in ("tinylm_sft", "passk"):
-        raise ValueError(f"--out {out}: the lab has another file of that name")
     probe = out.with_name(f".{os.getpid()}.{out.name}")  # the name that `tinylm.whole_file` will use
     try:
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ValueError(f"--out {out}: cannot write to the folder {out.parent}: {error.strerror}") from error
+
+
+def check_files(out: Path, settings: str) -> None:
+    """Raise ValueError, before any training, if the files can't be written or would replace what is not this run's."""
+    check_picture(out)
+    if out.stem.lower() in ("tinylm_sft", "passk"):
+        raise ValueError(f"--out {out}: the lab has another file of that name")
     picture, table, checkpoint = files_of(out)
     try:
         with table.open(encoding="utf-8") as file:
@@ -312,16 +329,10 @@ def main() -> int:
             parser.error("--solutions: there is no solutions/grpo.py here")
         sys.path.insert(0, str(solutions))
 
-    import torch
-
     import grpo  # noqa: F401  here, so that a mistake in your file shows before anything else happens
     import tinylm
 
-    try:
-        torch.zeros(1, device=args.device).item()
-    except Exception:  # of a type that depends on the device
-        parser.error(f"--device {args.device}: there is no such device here; cpu always works")
-
+    parser.check_device(args.device)
     model = tinylm.load_or_train_sft().to(args.device)
     history, status = train(model, args)
     if len(history) > 1:

@@ -240,44 +240,12 @@ def print_growth(sft, name: str, sizes: list[dict[str, int]], repeats: int) -> f
 # 4. TRL ----------------------------------------------------------------------------------------------------------
 
 
-def to_gpt2(model, folder: Path):
-    """Save the TinyLM as a transformers GPT-2, with a tokenizer of one token a character, to `folder`. Both."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+def save_gpt2(model, folder: Path):
+    """Save the TinyLM as a transformers GPT-2, with its tokenizer, to `folder`, as the guide does. Returns both."""
+    from guide import block
 
-    import tinylm
-
-    names = {"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe", "head": "lm_head"}
-    names |= {"blocks": "transformer.h", "ln_f": "transformer.ln_f", "qkv": "attn.c_attn", "proj": "attn.c_proj"}
-    names |= {"fc": "mlp.c_fc", "fc_out": "mlp.c_proj"}
-    config = GPT2Config(
-        vocab_size=len(tinylm.VOCAB),
-        n_positions=tinylm.PROMPT_LEN + tinylm.RESPONSE_LEN,
-        n_embd=model.head.in_features,
-        n_layer=len(model.blocks),
-        n_head=model.blocks[0].heads,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=False,
-        bos_token_id=tinylm.EOS,
-        eos_token_id=tinylm.EOS,
-        pad_token_id=tinylm.PAD,
-    )
-    gpt2 = GPT2LMHeadModel(config)
-    weights = {}
-    for name, weight in model.state_dict().items():
-        parts = name.split(".")
-        transposed = parts[-2] in ("qkv", "proj", "fc", "fc_out") and parts[-1] == "weight"  # GPT-2 has Conv1D there
-        weights[".".join(names.get(part, part) for part in parts)] = weight.T if transposed else weight
-    gpt2.load_state_dict(weights)
-
-    tokenizer = Tokenizer(models.WordLevel({char: i for i, char in enumerate(tinylm.VOCAB)}, unk_token="_"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
-    special = {"pad_token": "_", "eos_token": "$", "padding_side": "left"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    convert = block("convert")
+    gpt2, tokenizer = convert["to_gpt2"](model), convert["character_tokenizer"]()
     gpt2.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return gpt2, tokenizer
@@ -320,7 +288,7 @@ def against_trl(sft, iterations: int, threads: int) -> tuple[list[float], list[f
         return [tinylm.reward(p, tokenizer.decode(ids)) for p, ids in zip(prompts, completion_ids, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
-        _, tokenizer = to_gpt2(sft, Path(folder) / "sft")
+        _, tokenizer = save_gpt2(sft, Path(folder) / "sft")
         settings = GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=config.prompts * config.G,
@@ -384,7 +352,7 @@ def build_parser() -> Parser:
     parser.add_argument("--repeats", type=number(int, 1, 1000), default=3, help=repeats, metavar="N")
     parser.add_argument("--quick", action="store_true", help="little work in every row: does it run at all?")
     parser.add_argument("--busy", action="store_true", help="the core rows again, beside a process on one core")
-    parser.add_argument("--trl", action="store_true", help="TRL too, in turns; needs: pip install trl")
+    parser.add_argument("--trl", action="store_true", help="TRL too, in turns; needs what the guide installs")
     return parser
 
 
@@ -392,8 +360,9 @@ def main() -> int:
     """Check, then print table after table. Returns the exit status."""
     parser = build_parser()
     args = parser.parse_args()
-    if args.trl and importlib.util.find_spec("trl") is None:
-        parser.error("--trl: trl is not installed here (pip install trl)")
+    missing = [name for name in ("trl", "jupytext") if importlib.util.find_spec(name) is None]
+    if args.trl and missing:
+        parser.error(f"--trl: not installed here: {', '.join(missing)} (python solutions/guide.py --install)")
     import torch
 
     import tinylm

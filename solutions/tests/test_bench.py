@@ -104,7 +104,7 @@ def test_without_trl_one_line_says_so(monkeypatch, capsys):
 
 def test_the_gpt2_for_trl_computes_the_same_logits(sft, tmp_path):
     pytest.importorskip("transformers")
-    gpt2, tokenizer = bench.to_gpt2(sft, tmp_path)
+    gpt2, tokenizer = bench.save_gpt2(sft, tmp_path)
     _, held_out = tinylm.problems()
     right = tinylm.answers(held_out)
     with torch.no_grad():

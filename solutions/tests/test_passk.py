@@ -16,6 +16,7 @@ import torch
 import passk
 import tinylm
 from passk import pass_at_k
+from run import PICTURES
 
 LAB = Path(__file__).resolve().parents[2]
 
@@ -236,7 +237,7 @@ def test_a_seed_repeats_the_table_and_the_picture_is_replaced(trained, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["passk.png"]
 
 
-@pytest.mark.parametrize("ending", passk.PICTURES)
+@pytest.mark.parametrize("ending", PICTURES)
 def test_a_picture_of_passk_may_be_replaced_and_no_other(ending, tmp_path):
     path = tmp_path / f"curves{ending}"
     passk.check_out(path)
