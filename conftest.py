@@ -106,7 +106,7 @@ class Lab:
 
     @staticmethod
     def describe(error: BaseException) -> str:
-        """The error, the line of grpo.py it came from, and what it means where that is known."""
+        """What the error means, where that is known; the error; and the line of grpo.py it came from."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "grpo.py"]
         where = f"\n  at grpo.py, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
         text = str(error).splitlines()[0] if str(error) else ""
@@ -118,8 +118,8 @@ class Lab:
             "modified by an inplace operation": "a tensor that the backward pass needs was changed in place",
             "Inference tensors cannot be saved": "leave torch.inference_mode with a clone(), or use torch.no_grad()",
         }
-        hint = "".join(f"\n  {hint}" for words, hint in hints.items() if words in text)
-        return f"it raised {type(error).__name__}: {text}{where}{hint}"
+        hint = "".join(f"{hint}\n  " for words, hint in hints.items() if words in text)
+        return f"{hint}it raised {type(error).__name__}: {text}{where}"
 
     def tensor(self, task: int, what: str, got, shape: tuple, floating: bool = True) -> torch.Tensor:
         """Check type, shape, dtype and finiteness; returns `got` detached, in float64 if it is floating."""

@@ -120,6 +120,7 @@ def check_rows(lab, model):
             ]
         ),
         "the rewards are the wrong way round: 1 is for the right answer": 1 - right,
+        "the rewards are +1 and -1: 1 is for a right answer, 0 for a wrong one": 2 * right - 1,
     }
     lab.compare(1, "samples.rewards", samples.rewards, right, mistakes)
 
@@ -262,6 +263,10 @@ def wrong_advantages(rewards: Tensor, G: int, normalize_std: bool) -> dict[str, 
             rewards.double().view(G, -1).T,
             lambda a: a.T.reshape(-1),
         ),
+        "the rewards are replaced by their ranks: use the rewards themselves": (
+            right_groups.argsort(dim=1).argsort(dim=1).double(),
+            lambda a: a.reshape(-1),
+        ),
         "mean and std are taken over the whole batch: take them within each group": (
             rewards.double().view(1, -1),
             lambda a: a.reshape(-1),
@@ -303,6 +308,14 @@ def wrong_advantages(rewards: Tensor, G: int, normalize_std: bool) -> dict[str, 
             ),
             "this divides by the largest reward: divide by the standard deviation": lambda g: (
                 g.amax(1, keepdim=True) + eps
+            ),
+            "this divides by the largest advantage: divide by the standard deviation": lambda g: (
+                (g - g.mean(1, keepdim=True)).abs().amax(1, keepdim=True) + eps
+            ),
+            "this divides by the root of the sum of squares, not of their mean: the std has a mean under the "
+            "root": lambda g: std(g) * G**0.5 + eps,
+            "only the sign of the advantage is left: divide by the standard deviation": lambda g: (
+                (g - g.mean(1, keepdim=True)).abs() + 1e-12
             ),
             "this multiplies by the standard deviation: divide by it": lambda g: 1 / (std(g) + eps),
         }
@@ -414,23 +427,31 @@ def test_task2_group_without_signal_gets_zero(lab):
 
 # Task 3: k3_kl ---------------------------------------------------------------------------------------------------
 
+
+def k3_of(log_u: Tensor) -> Tensor:
+    return log_u.exp() - log_u - 1
+
+
 # Each gives what k3_kl would return, from log_u = ref_logp - logp.
 WRONG_K3 = {
-    "the ratio u is upside down: u = pi_ref / pi_theta": lambda log_u: (-log_u).exp() + log_u - 1,
+    "the ratio u is upside down: u = pi_ref / pi_theta": lambda log_u: k3_of(-log_u),
     "this is k1, -log(u): unbiased, but negative as often as not; k3 = u - log(u) - 1": lambda log_u: -log_u,
     "this is log(u), k1 with its sign flipped; k3 = u - log(u) - 1": lambda log_u: log_u,
     "this is k2, log(u)^2 / 2: biased; k3 = u - log(u) - 1": lambda log_u: log_u**2 / 2,
     "this is log(u)^2, twice k2: k3 = u - log(u) - 1": lambda log_u: log_u**2,
     "1 is added, not subtracted: k3 must be 0 where the policies agree": lambda log_u: log_u.exp() - log_u + 1,
     "the - 1 is missing: k3 must be 0 where the policies agree": lambda log_u: log_u.exp() - log_u,
+    "this is u * log(u) - u + 1, the estimate for tokens of the reference": lambda log_u: (
+        log_u.exp() * log_u - log_u.exp() + 1
+    ),
     "the - log(u) is missing": lambda log_u: log_u.exp() - 1,
     "log(u) has the wrong sign: it is subtracted": lambda log_u: log_u.exp() + log_u - 1,
-    "the sign of k3 is flipped": lambda log_u: -(log_u.exp() - log_u - 1),
-    "this is half of k3": lambda log_u: (log_u.exp() - log_u - 1) / 2,
+    "the sign of k3 is flipped": lambda log_u: -k3_of(log_u),
+    "this is half of k3": lambda log_u: k3_of(log_u) / 2,
     "this is the absolute log-ratio: k3 = u - log(u) - 1": lambda log_u: log_u.abs(),
     "u itself carries no gradient: do not detach it": lambda log_u: log_u.detach().exp() - log_u - 1,
     "log(u) carries no gradient: do not detach it": lambda log_u: log_u.exp() - log_u.detach() - 1,
-    "k3 is clamped: let large values through": lambda log_u: (log_u.exp() - log_u - 1).clamp(max=1.0),
+    "k3 is clamped: let large values through": lambda log_u: k3_of(log_u).clamp(max=1.0),
     **{
         f"the log-ratio is clamped to [-{bound}, {bound}]: let large values through": lambda log_u, bound=bound: k3_of(
             log_u.clamp(-bound, bound)
@@ -438,8 +459,8 @@ WRONG_K3 = {
         for bound in (0.1, 0.2, 0.5, 1, 2)
     },
     "the log-ratio is taken without its sign (abs)": lambda log_u: k3_of(log_u.abs()),
-    "this is k3 divided by u": lambda log_u: 1 - (log_u + 1) * (-log_u).exp(),
-    "this is k3 weighted by u": lambda log_u: (log_u.exp() - log_u - 1) * log_u.exp(),
+    "this is k3 divided by u": lambda log_u: k3_of(log_u) / log_u.exp(),
+    "this is k3 weighted by u": lambda log_u: k3_of(log_u) * log_u.exp(),
 }
 
 
@@ -620,7 +641,7 @@ SURROGATES = {
 ADVANTAGES = {
     "": lambda b: b.advantages[:, None],
     "the advantages are broadcast over the tokens, not over the rows: make them [N, 1]": lambda b: (
-        b.advantages[None, :].expand_as(b.logp) if len(b.logp) == b.logp.shape[1] else None
+        b.advantages[None, :] if b.logp.shape[1] in (1, len(b.logp)) else None
     ),
     "the advantages are not used": lambda b: torch.ones_like(b.advantages)[:, None],
     "the absolute advantage is used: its sign says whether to go up or down": lambda b: b.advantages.abs()[:, None],
@@ -631,6 +652,9 @@ ADVANTAGES = {
     "the advantages are normalised again, over the batch: use them as they come": lambda b: (
         (b.advantages - b.advantages.mean()) / (b.advantages.std(correction=0) + 1e-8)
     )[:, None],
+    "the advantages are normalised again, over the batch and with the sample std: use them as they come": lambda b: (
+        ((b.advantages - b.advantages.mean()) / (b.advantages.std() + 1e-8))[:, None] if len(b.advantages) > 1 else None
+    ),
     "one mean advantage is used for all responses": lambda b: b.advantages.mean().expand(len(b.logp), 1),
 }
 PENALTIES = {
@@ -709,10 +733,6 @@ SIGNS = {
     "the loss is not negated: optimizers minimise, and the objective is to be maximised": 1.0,
 }
 LOSS_PARTS = (RATIOS, SURROGATES, ADVANTAGES, PENALTIES, AVERAGES, SIGNS)
-
-
-def k3_of(log_u: Tensor) -> Tensor:
-    return log_u.exp() - log_u - 1
 
 
 def loss_with(names: tuple, batch: SimpleNamespace) -> tuple[Tensor, Tensor] | None:
@@ -869,6 +889,11 @@ def test_task4_metrics(lab, draw):
             mistakes |= {
                 "metrics['clip_fraction'] counts every ratio outside the interval: count those tokens whose clipped "
                 "term is the smaller one, which lose their gradient": outside[own].double().mean(),
+                "metrics['clip_fraction'] counts ties (<=): count those tokens whose clipped term is the smaller one": (
+                    ratio.clamp(0.8, 1.2) * A <= ratio * A
+                )[own]
+                .double()
+                .mean(),
                 "metrics['clip_fraction'] is the share that is not clipped": 1 - clipped[own].double().mean(),
             }
         got = metric(lab, 4, metrics, key)
@@ -915,6 +940,7 @@ GRADIENTS = {
     "the gradients add up over the inner steps: call optimizer.zero_grad() at each": "kept",
     "optimizer.step() stands before loss.backward(): it takes the gradient of the step before": "late",
     "the step goes up the loss (gradient ascent): the loss is negated already": "up",
+    "the loss is scaled by 1 / inner_steps: each inner step takes the whole gradient": "shared",
     "the gradients of all inner steps are gathered for one optimizer step: step at each": "gathered",
 }
 TEMPERATURES = {  # the temperatures of logp, old_logp, ref_logp
@@ -999,11 +1025,11 @@ def replay(names: tuple, policy, reference, samples, config, lr: float) -> tuple
         if gradients in ("kept", "gathered"):
             total = [t + g for t, g in zip(total, gradient, strict=True)]
         applied = total if gradients in ("kept", "gathered", "late") else gradient
-        applied = [-slope for slope in applied] if gradients == "up" else applied
+        factor = {"up": -1.0, "shared": 1.0 / config.inner_steps}.get(gradients, 1.0)
         if gradients != "gathered" or step == last:
             with torch.no_grad():
                 for weight, slope in zip(weights, applied, strict=True):
-                    weight.sub_(lr * slope)
+                    weight.sub_(lr * factor * slope)
         if gradients == "late":
             total = gradient
     return flat(model), history
@@ -1052,9 +1078,9 @@ def counted(lab, owner, name: str):
     lab.monkeypatch.setattr(owner, name, original)
 
 
-def step(lab, policy, reference, optimizer, prompts, config, seed=None):
+def step(lab, policy, reference, optimizer, prompts, config, seed: int = SEED):
     """Call grpo_step, and see that it returns samples of the right size and a dict."""
-    generator = torch.Generator().manual_seed(SEED if seed is None else seed)
+    generator = torch.Generator().manual_seed(seed)
     returned = lab.call(5, policy, reference, optimizer, prompts, config, generator)
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], dict):
         lab.fail(5, f"it must return (samples, metrics), a Samples and a dict; it returned a {type(returned).__name__}")
@@ -1146,7 +1172,8 @@ def test_task5_one_inner_step_never_clips(lab, sft):
             lab.fail(
                 5,
                 "with one inner step the ratio must be 1 and nothing clipped: take old_logp before the optimizer step, "
-                f"with the same model, tokens and temperature as logp\n  got a mean ratio of {ratio:.5f} and a clip "
+                "with the same model, tokens and temperature as logp, and do not measure the metrics again after it"
+                f"\n  got a mean ratio of {ratio:.5f} and a clip "
                 f"fraction of {clipped:.3f} in iteration {iteration + 1}",
             )
 
@@ -1196,16 +1223,13 @@ def test_task5_metrics_of_the_last_inner_step(lab, sft):
     lab.stand_in(5, EARLIER[5])
     metrics, history = check_step(lab, sft, pairs=False, inner_steps=3, lr=0.03, std=False)
     for key in ("loss", "clip_fraction", "kl", "ratio"):
+        of_steps = torch.stack([entry[key] for entry in history])
         mistakes = {
-            f"metrics[{key!r}] is the first inner step's: return the last one's": history[0][key],
-            f"metrics[{key!r}] is the mean over the inner steps: return the last one's": torch.stack(
-                [entry[key] for entry in history]
-            ).mean(),
-            f"metrics[{key!r}] is the sum over the inner steps: return the last one's": torch.stack(
-                [entry[key] for entry in history]
-            ).sum(),
+            f"metrics[{key!r}] is the first inner step's: return the last one's": of_steps[0],
+            f"metrics[{key!r}] is the mean over the inner steps: return the last one's": of_steps.mean(),
+            f"metrics[{key!r}] is the sum over the inner steps: return the last one's": of_steps.sum(),
         }
-        lab.compare(5, f"metrics[{key!r}]", metric(lab, 5, metrics, key), history[-1][key], mistakes, tolerance=1e-3)
+        lab.compare(5, f"metrics[{key!r}]", metric(lab, 5, metrics, key), of_steps[-1], mistakes, tolerance=1e-3)
 
 
 @pytest.mark.points(4)
