@@ -245,27 +245,29 @@ def grpo_step(
 # Given, complete ------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def token_entropy(model: TinyLM, prompts: Tensor, responses: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mean entropy of the policy's next-token distribution over the responses' own tokens, a scalar in nats.
+def token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
+    """Mean entropy of the policy's next-token distributions, softmax(logits [N, Tr, V]), where mask [N, Tr] is 1: nats.
 
     H = - sum over the vocabulary of pi * log pi. It falls as the policy becomes sure of its answers, and with it
     the variety that groups need: a group of eight equal responses teaches nothing.
     """
-    logits = tinylm.response_logits(model, prompts, responses, temperature)  # [N, Tr, V]
     expected_logit = (logits.softmax(dim=-1) * logits).sum(dim=-1)
     entropy = logits.logsumexp(dim=-1) - expected_logit
     return (entropy * mask).sum() / mask.sum()
 
 
+@torch.no_grad()
 def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, float]:
     """Sampled and greedy accuracy on `prompts`, and the entropy over one fresh response to each of them."""
-    sampled, greedy = tinylm.accuracy(model, prompts, config.temperature)
     # A generator of its own: how often we look must not change what is trained.
     generator = torch.Generator(prompts.device).manual_seed(config.seed)
     responses = tinylm.generate(model, prompts, config.temperature, generator)
-    mask = tinylm.response_mask(responses)
-    entropy = token_entropy(model, prompts, responses, mask, config.temperature).item()
+    right = tinylm.answers(prompts)
+    # In one call, since most responses begin as the right answers do: what is the same is computed once.
+    logits = tinylm.response_logits(model, prompts.repeat(2, 1), torch.cat([right, responses]), config.temperature)
+    on_right, on_responses = logits.chunk(2)
+    sampled, greedy = tinylm.accuracy(on_right, right)
+    entropy = token_entropy(on_responses, tinylm.response_mask(responses)).item()
     return {"sampled_accuracy": sampled, "greedy_accuracy": greedy, "entropy": entropy}
 
 

@@ -57,14 +57,10 @@ def count_right(model, prompts, n: int, temperature: float, generator) -> np.nda
     import tinylm
 
     counts = []
-    for chunk in prompts.split(100):  # 100 problems by 16 samples a call: measured, the quickest
-        right = tinylm.answers(chunk).unsqueeze(1)  # [100, 1, Tr]
-        count = 0
-        for done in range(0, n, 16):
-            group = min(16, n - done)
-            responses = tinylm.generate(model, chunk.repeat_interleave(group, dim=0), temperature, generator)
-            count += (responses.view(len(chunk), group, -1) == right).all(dim=2).sum(dim=1)
-        counts.append(count.cpu().numpy())
+    for chunk in prompts.split(max(1, 25_000 // n)):  # some 25,000 samples a call: more would only take memory
+        responses = tinylm.generate(model, chunk.repeat_interleave(n, dim=0), temperature, generator)
+        right = tinylm.answers(chunk).unsqueeze(1)  # [problems, 1, Tr]
+        counts.append((responses.view(len(chunk), n, -1) == right).all(dim=2).sum(dim=1).cpu().numpy())
     return np.concatenate(counts)
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -74,20 +73,23 @@ def response_mask(responses: Tensor) -> Tensor:
     return (is_eos.cumsum(dim=1) - is_eos == 0).float()  # the EOS itself stays in: stopping is an action too
 
 
-# 2. The model: a GPT-2 in miniature, about 100k parameters -----------------------------------------------------
-@lru_cache
-def layout(g: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How a row of S = Tp + Tr * G tokens holds a prompt and its G responses: the prompt, all first response tokens,
-    all second ones, ...; it grows at its end only, and G = 1 is a plain sequence. Returns each token's position [S] in
-    its own sequence, and the attention bias [S, S]: 0 on the prompt and the token's own response so far, else -inf.
+# 2. Prefixes: what many rows share is computed once -------------------------------------------------------------
+def distinct_prefixes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The M different prefixes of rows [N, T], numbered from 0, the shorter ones first. The eight responses of a group
+    share their prompt, and often their first tokens; a causal model computes the same there, so it needs to only once.
+    Returns `number` [N, T]: which prefix each row is up to and including each token; and of each prefix its last
+    `token` [M], that token's `position` [M], and its `path` [M, T]: the numbers of its own prefixes, itself the last
+    one, at `position`; what follows there is of no meaning.
     """
-    with torch.inference_mode(False), torch.device(device):  # cached, so it must serve training too
-        position = torch.tensor([*range(PROMPT_LEN), *(PROMPT_LEN + t for t in range(RESPONSE_LEN) for _ in range(g))])
-        branch = torch.tensor([-1] * PROMPT_LEN + [*range(g)] * RESPONSE_LEN)  # -1: the prompt
-        sees = (position <= position[:, None]) & ((branch == -1) | (branch == branch[:, None]))
-        return position, torch.zeros(sees.shape).masked_fill(~sees, -math.inf)
+    n, t = rows.shape
+    place = 15 ** torch.arange(t, device=rows.device)  # token + 1 is a digit from 1 to 14: no two prefixes share a code
+    codes, number = ((rows + 1) * place).cumsum(dim=1).unique(return_inverse=True)  # sorted, so shorter ones first
+    cells = torch.arange(n * t, device=rows.device)
+    example = cells.new_empty(len(codes)).scatter_(0, number.flatten(), cells)  # a cell of `rows` where each one ends
+    return number, rows.flatten()[example], example % t, number[example // t]
 
 
+# 3. The model: a GPT-2 in miniature, about 100k parameters -----------------------------------------------------
 class Block(nn.Module):
     """One pre-LayerNorm transformer layer, as in GPT-2: x + attention(LN(x)), then x + MLP(LN(x))."""
 
@@ -101,24 +103,22 @@ class Block(nn.Module):
         self.fc = nn.Linear(width, 4 * width)
         self.fc_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, bias: Tensor, past: tuple[Tensor, Tensor] | None, last: int):
-        """x [P * S, width] attends to `past` and itself: (new x, the keys and values so far [P * heads, tokens, size]).
-        All S tokens give keys and values; only the `last` ones of each row are computed further: [P * last, width].
+    def forward(self, x: Tensor, path: Tensor, bias: Tensor, past: Tensor | None, skip: int) -> tuple[Tensor, Tensor]:
+        """x [M, width], where x[m] attends to the tokens on `path` [M, T], with `bias` [M, T] added to the scores.
+        `past` has the keys and values [before, 2 * width] of the prefixes numbered before these. Returns (new x, the
+        keys and values so far): all M give keys and values, the first `skip` are not computed further, nor returned.
         """
-        s, width = len(bias), x.shape[1]
-        size = width // self.heads
-        qkv = self.qkv(self.ln_1(x)).view(-1, s, 3, self.heads, size)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, -1, s, size).unbind()  # each [P * heads, S, size]
-        if past is not None:
-            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        if last < s:
-            q, bias, x = q[:, -last:], bias[-last:], x.view(-1, s, width)[:, -last:].reshape(-1, width)
-        # Written out and padded: torch's fused attention, and its softmax of fewer than 16 numbers, are slow kernels.
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=size**-0.5)  # bias + q k / sqrt(size)
-        weights = F.pad(scores, (0, -k.shape[1] % 16), value=-math.inf).softmax(dim=-1)[:, :, : k.shape[1]]
-        attended = torch.bmm(weights, v).view(-1, self.heads, last, size).transpose(1, 2)
-        x = x + self.proj(attended.reshape(-1, width))
-        return x + self.fc_out(F.gelu(self.fc(self.ln_2(x)))), (k, v)
+        width = x.shape[1]
+        q, kv = self.qkv(self.ln_1(x)).split([width, 2 * width], dim=1)
+        kv = kv if past is None else torch.cat([past, kv])
+        q, x, path, bias = q[skip:], x[skip:], path[skip:], bias[skip:]
+        keys, values = F.embedding(path, kv).chunk(2, dim=2)  # for each x those on its own path, [M, T, width]
+        by_head = (*path.shape, self.heads, width // self.heads)
+        scores = (q.unsqueeze(1) * keys).view(by_head).sum(dim=3) * by_head[3] ** -0.5
+        weights = (scores + bias.unsqueeze(2)).softmax(dim=1)  # [M, T, heads]
+        attended = (weights.unsqueeze(3) * values.view(by_head)).sum(dim=1).view(x.shape)
+        x = x + self.proj(attended)
+        return x + self.fc_out(F.gelu(self.fc(self.ln_2(x)))), kv
 
 
 class TinyLM(nn.Module):
@@ -132,50 +132,42 @@ class TinyLM(nn.Module):
         self.ln_f = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(VOCAB), bias=False)
 
-    def forward(self, tokens: Tensor, g: int = 1, past: list | None = None, last: int | None = None):
-        """Read tokens [P, S] of P rows as `layout` has them: (logits [P, S, V], the cache so far). `past` is the cache,
-        each layer's keys and values, of the tokens before these. With `last`, logits of that many at the end only.
+    def forward(self, rows: Tensor, since: int = 0, past: list | None = None):
+        """Read tokens rows [N, T]: (logits [N, T - since, V] of what follows each token from position `since` on, the
+        cache). `past` is the cache of a call with the first tokens, up to `since`, of the same rows: they are not read again.
         """
-        p, s = tokens.shape
-        start = 0 if past is None else past[0][0].shape[1]
-        position, bias = layout(g, tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(position[start : start + s])
-        x, bias = x.view(p * s, -1), bias[start : start + s, : start + s].to(x.dtype)
+        number, token, position, path = distinct_prefixes(rows)
+        read = 0 if past is None else len(past[0])
+        first = int(number[:, since].min())  # the first prefix whose logits are wanted
+        x = self.token_embedding(token[read:]) + self.position_embedding(position[read:])
+        future = torch.arange(rows.shape[1], device=rows.device) > position.unsqueeze(1)
+        bias = x.new_zeros(future.shape).masked_fill(future, -math.inf)[read:]
         cache = []
         for layer, block in enumerate(self.blocks):
-            final = block is self.blocks[-1]  # after it no token looks at another: compute only those asked for
-            x, keys_values = block(x, bias, past and past[layer], last if last and final else s)
-            cache.append(keys_values)
-        return self.head(self.ln_f(x)).view(p, -1, len(VOCAB)), cache
+            skip = first - read if block is self.blocks[-1] else 0  # after the last layer no token looks at another
+            x, kv = block(x, path[read:], bias, past and past[layer], skip)
+            cache.append(kv)
+        return F.embedding(number[:, since:] - first, self.head(self.ln_f(x))), cache
 
 
-def group_size(prompts: Tensor) -> int:
-    """The largest G up to 16 such that rows [N, Tp] are groups of G equal consecutive prompts (1: none are equal)."""
-    changes = (prompts[1:] != prompts[:-1]).any(dim=1).nonzero().squeeze(1) + 1  # where another prompt begins
-    largest = math.gcd(len(prompts), *changes.tolist())
-    return max(g for g in range(1, 17) if largest % g == 0)  # in longer rows, attention costs more than sharing saves
-
-
-# 3. Sampling ---------------------------------------------------------------------------------------------------
+# 4. Sampling ---------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator=None, greedy: bool = False) -> Tensor:
     """One response to each prompt row: tokens [N, Tr], padded with PAD after the end-of-sequence. They are drawn from
     softmax(logits / temperature) with `generator`, a torch.Generator or None, or are the likeliest ones if `greedy`.
     """
-    g = group_size(prompts)
-    tokens, cache, steps = prompts[::g], None, []  # each group's prompt is read once
-    for t in range(RESPONSE_LEN):
-        logits, cache = model(tokens, g, cache, last=1 if t == 0 else g)
-        scores = logits.expand(-1, g, -1) / temperature  # [P, G, V]
+    rows, cache = prompts, None
+    for _ in range(RESPONSE_LEN):
+        logits, cache = model(rows, rows.shape[1] - 1, cache)  # only the newest tokens are read
+        scores = logits.squeeze(1) / temperature  # [N, V]
         if not greedy:  # Gumbel-max: with -log(-log(uniform)) added, the argmax is a draw from softmax(scores)
             scores = scores - (-torch.rand(scores.shape, generator=generator, device=scores.device).log()).log()
-        tokens = scores.argmax(dim=-1)
-        steps.append(tokens)
-    responses = torch.stack(steps, dim=-1).flatten(0, 1)  # [P, G, Tr] -> [N, Tr]
+        rows = torch.cat([rows, scores.argmax(dim=1, keepdim=True)], dim=1)
+    responses = rows[:, prompts.shape[1] :]
     return responses.masked_fill(response_mask(responses) == 0, PAD)
 
 
-# 4. Log-probs --------------------------------------------------------------------------------------------------
+# 5. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]."""
     if logits.dtype not in (torch.float32, torch.float64):  # there the difference below is off by up to 0.1 nats
@@ -188,12 +180,8 @@ def response_logits(model: TinyLM, prompts: Tensor, responses: Tensor, temperatu
     Shifted by one: the prompt's last position predicts the first response token, and response token t predicts
     token t + 1. The last response token predicts nothing that we need, so it is never read.
     """
-    g = group_size(prompts)
-    n, tr = responses.shape
-    steps = responses[:, :-1].reshape(n // g, g, tr - 1).transpose(1, 2).flatten(1)  # [P, (Tr - 1) * G]
-    logits, _ = model(torch.cat([prompts[::g], steps], dim=1), g, last=1 + steps.shape[1])
-    logits = torch.cat([logits[:, :1].expand(-1, g, -1), logits[:, 1:]], dim=1)  # each response's own first
-    return logits.view(n // g, tr, g, -1).transpose(1, 2).flatten(0, 1) / temperature
+    logits, _ = model(torch.cat([prompts, responses[:, :-1]], dim=1), since=prompts.shape[1] - 1)
+    return logits / temperature
 
 
 def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> Tensor:
@@ -203,7 +191,7 @@ def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: f
     return selective_log_softmax(response_logits(model, prompts, responses, temperature), responses)
 
 
-# 5. Evaluation -------------------------------------------------------------------------------------------------
+# 6. Evaluation -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def success_probability(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> Tensor:
     """The exact probability [N] that a sampled response is right: the product of its tokens' probabilities."""
@@ -211,20 +199,18 @@ def success_probability(model: TinyLM, prompts: Tensor, temperature: float = 1.0
     return (token_logp(model, prompts, right, temperature) * response_mask(right)).sum(dim=1).exp()
 
 
-@torch.no_grad()
-def accuracy(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> tuple[float, float]:
-    """(sampled, greedy): the exact expectation of the sampled accuracy, and the accuracy of greedy decoding, which is
-    right where each token of the right answer is the likeliest one after those before it.
+def accuracy(logits: Tensor, right: Tensor) -> tuple[float, float]:
+    """(sampled, greedy) accuracy on problems with the answers `right` [N, Tr], from the policy's logits [N, Tr, V] on
+    them (`response_logits`). Sampled: its exact expectation. Greedy: the share of answers that greedy decoding gives,
+    which are those whose every token is the likeliest one after those before it.
     """
-    right = answers(prompts)
     own = response_mask(right)
-    logits = response_logits(model, prompts, right, temperature)
     sampled = (selective_log_softmax(logits, right) * own).sum(dim=1).exp()
     greedy = ((logits.argmax(dim=-1) == right) | (own == 0)).all(dim=1)
     return sampled.mean().item(), greedy.float().mean().item()
 
 
-# 6. SFT: the starting policy, which is also GRPO's reference ---------------------------------------------------
+# 7. SFT: the starting policy, which is also GRPO's reference ---------------------------------------------------
 def train_sft(seed: int = 3, target: float = 0.51, lr: float = 5e-3, batch: int = 128, max_steps: int = 2000) -> TinyLM:
     """A TinyLM trained on right answers until it samples `target` of a fixed set of training problems correctly.
     It stops on measured accuracy, never on a step count: accuracy climbs so steeply here that a fixed count would
@@ -251,7 +237,7 @@ def train_sft(seed: int = 3, target: float = 0.51, lr: float = 5e-3, batch: int 
     raise RuntimeError(f"SFT did not reach a sampled accuracy of {target} in {max_steps} steps")
 
 
-# 7. Files ------------------------------------------------------------------------------------------------------
+# 8. Files ------------------------------------------------------------------------------------------------------
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to; it becomes `path` only if the block ends well, so no file is ever half there."""

@@ -149,10 +149,17 @@ class Iteration:
 
 @contextmanager
 def no_sharing():
-    """Every row reads its prompt by itself, as if no two rows had the same."""
+    """Every row is read by itself, as if no two rows began alike."""
+    import torch
+
     import tinylm
 
-    with mock.patch.object(tinylm, "group_size", return_value=1):
+    def every_prefix(rows):
+        n, t = rows.shape
+        number = torch.arange(n).unsqueeze(1) + n * torch.arange(t)
+        return number, rows.T.flatten(), torch.arange(t).repeat_interleave(n), number.repeat(t, 1)
+
+    with mock.patch.object(tinylm, "distinct_prefixes", every_prefix):
         yield
 
 
@@ -169,7 +176,7 @@ def core_rows(sft) -> dict[str, Work]:
         "  sampling": one.sampling,
         "  old and reference log-probs": one.log_probs,
         "  inner steps": one.inner_steps,
-        "iteration without prompt sharing": lambda: unshared(one),
+        "iteration without sharing": lambda: unshared(one),
     }
 
 

@@ -24,6 +24,11 @@ def held_out() -> Tensor:
     return tinylm.problems()[1]
 
 
+def accuracy(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> tuple[float, float]:
+    right = tinylm.answers(prompts)
+    return tinylm.accuracy(tinylm.response_logits(model, prompts, right, temperature), right)
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -350,7 +355,7 @@ def test_exact_accuracy_agrees_with_sampling(sft, held_out, temperature):
     # Each problem's share of right answers has the variance p (1 - p) / samples.
     standard_error = math.sqrt((p * (1 - p)).sum() / samples) / len(p)
     assert abs(sum(rewards) / len(rewards) - p.mean()) <= 4 * standard_error
-    sampled, greedy = tinylm.accuracy(sft, held_out, temperature)
+    sampled, greedy = accuracy(sft, held_out, temperature)
     assert sampled == pytest.approx(p.mean().item())
     texts = tinylm.decode_and_strip_padding(tinylm.generate(sft, held_out, greedy=True))
     rewards = [tinylm.reward(prompt, text) for prompt, text in zip(tinylm.decode(held_out), texts, strict=True)]
@@ -361,7 +366,7 @@ def test_exact_accuracy_agrees_with_sampling(sft, held_out, temperature):
 
 
 def test_the_starting_policy_is_the_one_the_lab_is_calibrated_for(sft, held_out):
-    sampled, greedy = tinylm.accuracy(sft, held_out)
+    sampled, greedy = accuracy(sft, held_out)
     assert 0.45 <= sampled <= 0.62 and 0.68 <= greedy <= 0.90
     parameters = sum(weights.numel() for weights in sft.parameters())
     assert 95_000 <= parameters <= 110_000
