@@ -134,7 +134,7 @@ class TinyLM(nn.Module):
 
     def forward(self, rows: Tensor, since: int = 0, past: list | None = None):
         """Read tokens rows [N, T]: (logits [N, T - since, V] of what follows each token from position `since` on, the
-        cache). `past` is the cache of a call with the first tokens, up to `since`, of the same rows: they are not read again.
+        cache). `past` is the cache of a call with the first `since` tokens, or fewer, of the same rows: they were read.
         """
         number, token, position, path = distinct_prefixes(rows)
         read = 0 if past is None else len(past[0])
