@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from run import Parser, check_picture, number
+from run import BLUE, GREEN, ORANGE, Parser, check_marked, number, save_figure
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 EVERY_K = range(1, max(KS) + 1)
@@ -82,17 +82,6 @@ def leaders(difference: np.ndarray) -> str:
 # 3. Picture and table ------------------------------------------------------------------------------------------
 
 
-def check_out(out: Path) -> None:
-    """Raise ValueError, before any sampling, if the picture can't be written or would replace something else."""
-    check_picture(out)
-    try:
-        foreign = out.exists() and (out.is_dir() or MARK.encode() not in out.read_bytes())
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot read what is there: {error.strerror}") from error
-    if foreign:
-        raise ValueError(f"{out} is there already, and not drawn by passk.py: name another --out, or delete that file")
-
-
 def print_table(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray) -> None:
     """A row for each of KS: estimates, in brackets the exact values, and the band. Arguments as for `plot`."""
     print(f"{'k':>3}  {'SFT':<15}{'GRPO':<15}{'GRPO - SFT':<19}95% band")
@@ -110,7 +99,6 @@ def plot(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray, tit
     """
     from matplotlib.figure import Figure  # no pyplot: no window, no global state
 
-    blue, orange, green = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito: safe for colour-blind eyes
     figure = Figure(figsize=(12, 5), layout="constrained")
     curves, difference = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=10)
@@ -120,15 +108,15 @@ def plot(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray, tit
         points = [100 * points[k - 1] for k in KS]
         panel.plot(KS, points, marker, color=colour, markersize=7, label=f"{name}estimate from samples")
 
-    draw(curves, exact["GRPO"], estimate["GRPO"], orange, "s", "GRPO, ")
-    draw(curves, exact["SFT"], estimate["SFT"], blue, "o", "SFT, ")
+    draw(curves, exact["GRPO"], estimate["GRPO"], ORANGE, "s", "GRPO, ")
+    draw(curves, exact["SFT"], estimate["SFT"], BLUE, "o", "SFT, ")
     curves.set(title="pass@k on held-out problems", ylabel="pass@k (% of problems)")
     curves.legend(frameon=False)
 
     difference.axhline(0, color="#555555", linewidth=1)
     band = "95% band, resampling the problems"
-    difference.fill_between(EVERY_K, 100 * low, 100 * high, color=green, alpha=0.2, linewidth=0, label=band)
-    draw(difference, exact["GRPO"] - exact["SFT"], estimate["GRPO"] - estimate["SFT"], green, "D")
+    difference.fill_between(EVERY_K, 100 * low, 100 * high, color=GREEN, alpha=0.2, linewidth=0, label=band)
+    draw(difference, exact["GRPO"] - exact["SFT"], estimate["GRPO"] - estimate["SFT"], GREEN, "D")
     difference.set(title=f"ahead: {leaders(exact['GRPO'] - exact['SFT'])}")
     # Nearly linear up to half a point, logarithmic beyond: the lead at k = 1 is some fifty times that at k = 64.
     difference.set_yscale("asinh", linear_width=0.5)
@@ -143,8 +131,7 @@ def plot(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray, tit
         panel.set_xticks(KS, [str(k) for k in KS])
         panel.set_xlabel("k (samples that a problem gets)")
         panel.grid(alpha=0.3)
-    mark = {"pil_kwargs": {"comment": MARK}} if path.suffix.lower() == ".jpg" else {"metadata": {"Creator": MARK}}
-    figure.savefig(path, dpi=120, **mark)
+    save_figure(figure, path, MARK)
 
 
 # 4. The command ------------------------------------------------------------------------------------------------
@@ -174,7 +161,7 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     try:
-        check_out(args.out)
+        check_marked(args.out, MARK)
     except ValueError as error:
         parser.error(str(error))
     if not args.grpo.exists():

@@ -299,7 +299,9 @@ def token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, float]:
-    """Sampled and greedy accuracy on `prompts`, and the entropy over one fresh response to each of them."""
+    """Sampled and greedy accuracy on `prompts`, the entropy over one fresh response to each of them, and the share of
+    groups without signal to expect: a group of G is all right with probability p^G, all wrong with (1 - p)^G.
+    """
     # A generator of its own: how often we look must not change what is trained.
     generator = torch.Generator(prompts.device).manual_seed(config.seed)
     responses = tinylm.generate(model, prompts, config.temperature, generator)
@@ -307,9 +309,13 @@ def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, fl
     # In one call, since most responses begin as the right answers do: what is the same is computed once.
     logits = tinylm.response_logits(model, prompts.repeat(2, 1), torch.cat([right, responses]), config.temperature)
     on_right, on_responses = logits.chunk(2)
-    sampled, greedy = tinylm.accuracy(on_right, right)
-    entropy = token_entropy(on_responses, tinylm.response_mask(responses)).item()
-    return {"sampled_accuracy": sampled, "greedy_accuracy": greedy, "entropy": entropy}
+    p, greedy = tinylm.success(on_right, right)
+    return {
+        "sampled_accuracy": p.mean().item(),
+        "greedy_accuracy": greedy.mean().item(),
+        "entropy": token_entropy(on_responses, tinylm.response_mask(responses)).item(),
+        "expected_zero_signal": (p**config.G + (1 - p) ** config.G).mean().item(),
+    }
 
 
 def train_grpo(

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import passk
+import run
 import tinylm
 from passk import pass_at_k
-from run import PICTURES
 
 LAB = Path(__file__).resolve().parents[2]
 
@@ -237,18 +237,18 @@ def test_a_seed_repeats_the_table_and_the_picture_is_replaced(trained, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["passk.png"]
 
 
-@pytest.mark.parametrize("ending", PICTURES)
+@pytest.mark.parametrize("ending", run.PICTURES)
 def test_a_picture_of_passk_may_be_replaced_and_no_other(ending, tmp_path):
     path = tmp_path / f"curves{ending}"
-    passk.check_out(path)
+    run.check_marked(path, passk.MARK)
     curves = {"SFT": np.linspace(0.5, 0.99, 64), "GRPO": np.linspace(0.8, 0.98, 64)}
     difference = curves["GRPO"] - curves["SFT"]
     passk.plot(curves, curves, difference - 0.02, difference + 0.02, "a test", path)
     assert is_picture(path)
-    passk.check_out(path)
+    run.check_marked(path, passk.MARK)
     path.write_bytes(path.read_bytes().replace(passk.MARK.encode(), b"x" * len(passk.MARK)))
     with pytest.raises(ValueError, match="is there already"):
-        passk.check_out(path)
+        run.check_marked(path, passk.MARK)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

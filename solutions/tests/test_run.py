@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import rc_context
 from matplotlib.image import imread
 
 import run
@@ -44,8 +45,8 @@ def names(folder: Path) -> set[str]:
 
 def read_csv(path: Path) -> tuple[str, list[dict[str, str]]]:
     """(the settings line, the rows)."""
-    first, *rest = path.read_text(encoding="utf-8").splitlines()
-    return first, list(csv.DictReader(rest))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[0], list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def differ(a: Path, b: Path) -> bool:
@@ -95,7 +96,7 @@ def call(reference, tmp_path, monkeypatch, capsys):
 
     It draws no picture, which would take longer than all the rest.
     """
-    monkeypatch.setattr(run, "plot", lambda history, settings, path: path.write_bytes(b"picture"))
+    monkeypatch.setattr(run, "plot", lambda runs, path, mark="": path.write_bytes(b"picture"))
     monkeypatch.setitem(sys.modules, "grpo", reference)
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -129,7 +130,8 @@ def own_lab(tmp_path) -> Path:
 def test_flags_are_the_fields_of_the_config(reference):
     flags = vars(run.build_parser().parse_args([]))
     config = {field.name: field.default for field in fields(reference.GRPOConfig)}
-    assert {name: flags[name] for name in flags if name not in ("device", "out", "solutions")} == config
+    others = ("device", "out", "solutions", "show", "versus", "redraw")
+    assert {name: flags[name] for name in flags if name not in others} == config
     given = "--iters 1 --prompts 2 --G 3 --inner-steps 4 --lr 5 --clip 1000 --beta 7 --no-std --temperature 8 --seed 9"
     changed = vars(run.build_parser().parse_args([*given.split(), "--eval-every", "11"]))
     assert all(changed[name] != default for name, default in config.items()), "a flag does not reach its field"
@@ -161,12 +163,12 @@ def test_run_writes_picture_csv_and_checkpoint(runs):
     )
     assert list(rows[0]) == [
         *("iteration", "reward", "all_right", "all_wrong", "clip_fraction", "kl", "ratio", "loss"),
-        *("sampled_accuracy", "greedy_accuracy", "entropy"),
+        *("sampled_accuracy", "greedy_accuracy", "entropy", "expected_zero_signal"),
     ]
     assert [row["iteration"] for row in rows] == ["0", "1", "2", "3"]
-    assert all(value == "" for name, value in rows[0].items() if name in run.COLUMNS[1:8])
+    assert all(rows[0][name] == "" for name in run.METRICS)
     values = [float(value) for row in rows for value in row.values() if value]
-    assert len(values) == 4 + 3 * 7 + 4 * 3  # iterations; seven metrics of three steps; three of four evaluations
+    assert len(values) == 4 + 3 * 7 + 4 * 4  # iterations; seven metrics of three steps; four of four evaluations
 
     picture = imread(folder / "grpo_tinylm.png")
     assert picture.shape[0] > 800 and picture.shape[1] > 1200
@@ -175,9 +177,10 @@ def test_run_writes_picture_csv_and_checkpoint(runs):
     trained = tinylm.load_checkpoint(folder / "tinylm_grpo.pt")
     assert differ(folder / "tinylm_grpo.pt", tinylm.SFT_PATH)
     _, held_out = tinylm.problems()
-    assert tinylm.success_probability(trained, held_out).mean().item() == pytest.approx(
-        float(rows[-1]["sampled_accuracy"]), abs=1e-5
-    )
+    p = tinylm.success_probability(trained, held_out).double()
+    assert p.mean().item() == pytest.approx(float(rows[-1]["sampled_accuracy"]), abs=1e-5)
+    two_alike = (p**2 + (1 - p) ** 2).mean().item()  # G = 2
+    assert two_alike == pytest.approx(float(rows[-1]["expected_zero_signal"]), abs=1e-5)
 
 
 def test_without_a_terminal_plain_lines_then_a_table(runs):
@@ -231,7 +234,7 @@ def test_settings_reach_the_training(runs, call, tmp_path):
     first, _ = runs["first"]
     assert call(*TINY, "--no-std", "--clip", "1000", "--beta", "0").returncode == 0
     settings, rows = read_csv(tmp_path / "grpo_tinylm.csv")
-    assert " --clip 1000.0 --beta 0.0 --no-std " in settings
+    assert " --clip 1000.0 --beta 0.0 " in settings and settings.endswith(" --no-std")
     assert all(float(row["clip_fraction"]) == 0 for row in rows[1:])
     assert differ(first / "tinylm_grpo.pt", tmp_path / "tinylm_grpo.pt")
     assert call(*TINY, "--seed", "1", "--out", "seed.png").returncode == 0
@@ -270,6 +273,8 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     assert result.stderr.endswith(f": stopped by Ctrl-C after iteration {len(rows) - 1} of 1000000\n")
     assert result.stderr.count("\n") == 1
     assert differ(tmp_path / "long.pt", tinylm.SFT_PATH)
+    assert (tmp_path / "long.csv").read_text(encoding="utf-8").splitlines()[1].startswith("# stopped after iteration ")
+    assert len(run.read_csv(tmp_path / "long.csv").history) == len(rows)
 
 
 def test_ctrl_c_before_the_first_iteration_leaves_no_files(call, reference, monkeypatch, tmp_path):
@@ -397,7 +402,7 @@ def test_folder_without_write_permission(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(ValueError, match=r"cannot write to the folder .*Permission denied"):
-        run.check_files(tmp_path / "clip.png", "run.py")
+        run.check_files(tmp_path / "clip.png", [])
 
 
 # What may be replaced -------------------------------------------------------------------------------------------
@@ -430,11 +435,182 @@ def test_foreign_file_is_never_replaced(tmp_path, name, content):
 
 
 def test_folder_of_a_files_name_is_never_replaced(tmp_path):
-    (tmp_path / "clip.csv").write_text("# run.py\n", encoding="utf-8")
-    run.check_files(tmp_path / "clip.png", "run.py")
+    (tmp_path / "clip.csv").write_text("# run.py --G 4\n", encoding="utf-8")
+    run.check_files(tmp_path / "clip.png", ["--G 4"])
     (tmp_path / "clip.pt").mkdir()
     with pytest.raises(ValueError, match=r"clip\.pt"):
-        run.check_files(tmp_path / "clip.png", "run.py")
+        run.check_files(tmp_path / "clip.png", ["--G 4"])
+
+
+# Earlier runs beside this one -----------------------------------------------------------------------------------
+
+
+def test_a_csv_is_read_as_it_was_written(runs):
+    folder, _ = runs["first"]
+    read = run.read_csv(folder / "grpo_tinylm.csv")
+    assert read.name == "grpo_tinylm"
+    assert read.settings == run.settings_of(run.build_parser().parse_args(TINY))
+    _, rows = read_csv(folder / "grpo_tinylm.csv")
+    assert read.history == [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+@pytest.fixture
+def two_csvs(runs, tmp_path) -> tuple[Path, Path]:
+    """Two CSVs of runs that differ in two settings, in the folder that `call` runs in."""
+    folder, _ = runs["first"]
+    text = (folder / "grpo_tinylm.csv").read_text(encoding="utf-8")
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    changed = text.replace("--inner-steps 2 ", "--inner-steps 8 ").replace("--clip 0.2 ", "--clip 1000.0 ")
+    (tmp_path / "b.csv").write_text(changed, encoding="utf-8")
+    return tmp_path / "a.csv", tmp_path / "b.csv"
+
+
+def test_labels_are_the_settings_that_differ(two_csvs):
+    a, b = map(run.read_csv, two_csvs)
+    assert run.labels([a, b]) == ["--inner-steps 2 --clip 0.2", "--inner-steps 8 --clip 1000.0"]
+    assert run.labels([a, a._replace(name="again")]) == ["a", "again"]
+    mean_only = a._replace(settings=[*a.settings, "--no-std"])
+    assert run.labels([a, mean_only]) == ["a", "--no-std"]
+    twice = run.labels([a, b, b._replace(name="c")])
+    assert twice == ["--inner-steps 2 --clip 0.2", *(f"--inner-steps 8 --clip 1000.0 {name}" for name in "bc")]
+
+
+def test_earlier_runs_are_drawn_beside_this_one_and_alone(two_csvs, call, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run, "plot", lambda runs, path, mark="": drawn.append(runs) or path.write_bytes(b"picture"))
+    a, b = two_csvs
+    before = a.read_bytes(), b.read_bytes()
+    assert call(*TINY, "--seed", "1", "--out", "new.png", "--versus", "a.csv", "b.csv").returncode == 0
+    assert [one.name for one in drawn[-1]] == ["new", "a", "b"] and "--seed 1" in drawn[-1][0].settings
+    assert call("--redraw", "b.csv", "new.csv", "--out", "again.png").returncode == 0
+    assert [one.name for one in drawn[-1]] == ["b", "new"]
+    assert names(a.parent) == {"a.csv", "b.csv", "new.png", "new.csv", "new.pt", "again.png"}
+    assert (a.read_bytes(), b.read_bytes()) == before
+
+
+def test_a_picture_of_several_runs_names_them_and_may_be_drawn_again(two_csvs, tmp_path):
+    a, b = map(run.read_csv, two_csvs)
+    with rc_context({"svg.fonttype": "none"}):  # texts as texts
+        run.plot([a, b], tmp_path / "both.svg", run.MARK)
+    picture = (tmp_path / "both.svg").read_text(encoding="utf-8")
+    for text in ("--inner-steps 8 --clip 1000.0", "--inner-steps 2 --clip 0.2", "greedy", "measured"):
+        assert f">{text}</text>" in picture, text
+    run.check_marked(tmp_path / "both.svg", run.MARK)
+    run.plot([a, b], tmp_path / "both.svg")  # as the picture of a run
+    with pytest.raises(ValueError, match="is there already"):
+        run.check_marked(tmp_path / "both.svg", run.MARK)
+
+
+def test_redraw_needs_no_torch_until_it_draws(two_csvs, tmp_path, no_torch):
+    for flags in (
+        ["--redraw", "missing.csv"],
+        ["--redraw", "a.csv", "--G", "4"],
+        ["--redraw", "a.csv", "--versus", "b.csv"],
+    ):
+        result = finish(start(tmp_path, LAB / "run.py", *flags, "--out", "x.png", PYTHONPATH=no_torch))
+        assert_one_line(result, "run.py: ", "--redraw" if "--G" in flags or "--versus" in flags else "missing.csv")
+    many = finish(start(tmp_path, LAB / "run.py", "--versus", *["a.csv"] * 7, PYTHONPATH=no_torch))
+    assert_one_line(many, "7 runs at most")
+
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "another program's": lambda text: "a,b\n1,2\n",
+    "no settings": lambda text: text.split("\n", 1)[1],
+    "other columns": lambda text: text.replace("clip_fraction", "clipped"),
+    "a column more": lambda text: text.replace("\n", ",1\n").replace(",1\n", "\n", 1),
+    "settings of another version": lambda text: text.replace("--beta 0.04", "--beta 0.04 --new 1"),
+    "a setting out of range": lambda text: text.replace("--G 2 ", "--G 0 "),
+    "cut within a row": lambda text: text[: len(text) - 30],
+    "cut between two rows": lambda text: text[: text.rindex("\n3,") + 1],
+    "header alone": lambda text: text[: text.index("\n0,") + 1],
+    "a row missing": lambda text: text.replace("\n2,", "\n3,"),
+    "a word for a number": lambda text: text.replace("\n1,", "\n1,much"),
+    "a number missing": lambda text: text.replace("\n1,", "\n1,,", 1).replace(",,0", ",", 1),
+    "not finite": lambda text: text.replace(text.split("\n")[3].split(",")[1], "inf", 1),
+    "stopped elsewhere": lambda text: text.replace("\n", "\n# stopped after iteration 2\n", 1),
+    "stopped nowhere": lambda text: text.replace("\n", "\n# stopped\n", 1),
+    "a broken quote": lambda text: text.replace("\n1,", '\n1,"', 1),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_csv_that_is_not_a_whole_one_of_ours_is_one_line(two_csvs, call, tmp_path, kind):
+    a, _ = two_csvs
+    text = a.read_text(encoding="utf-8")
+    assert DAMAGE[kind](text) != text
+    (tmp_path / "bad.csv").write_text(DAMAGE[kind](text), encoding="utf-8", newline="")
+    before = names(tmp_path)
+    assert_one_line(call("--redraw", "a.csv", "bad.csv", "--out", "x.png"), "bad.csv: ")
+    assert_one_line(call(*TINY, "--versus", "bad.csv"), "bad.csv: ")
+    assert names(tmp_path) == before
+
+
+def test_a_csv_that_is_no_text_or_a_folder_is_one_line(call, tmp_path):
+    (tmp_path / "bad.csv").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder.csv").mkdir()
+    for name in ("bad.csv", "folder.csv", "missing.csv"):
+        assert_one_line(call("--redraw", name), f"{name}: ")
+
+
+def test_two_runs_with_one_out_at_once(call, tmp_path, monkeypatch):
+    with run.lock_on(Path("same.png")):
+        assert_one_line(call(*TINY, "--out", "same.svg"), "--out same.svg", "another run is writing")
+        assert names(tmp_path) == set()
+        assert call(*TINY, "--out", "other.png").returncode == 0
+    assert call(*TINY, "--out", "same.png").returncode == 0
+
+
+# Groups to look at ----------------------------------------------------------------------------------------------
+
+
+def test_show_prints_groups_with_rewards_and_advantages(runs, call, tmp_path):
+    first, _ = runs["first"]
+    result = call(*TINY, "--show", "3")
+    assert result.returncode == 0 and "\033" not in result.stdout
+    assert not differ(first / "tinylm_grpo.pt", tmp_path / "tinylm_grpo.pt"), "looking changed the training"
+    lines = result.stdout.splitlines()
+    groups = [i for i, line in enumerate(lines) if "  right is " in line]
+    assert len(groups) == 3 * 4, "three groups at each of four evaluations"
+    for i in groups:
+        prompt, _, _, right, count, *_ = lines[i].split()
+        shown, answers = 0, lines[i + 1 :]
+        while answers and " x " in answers[0]:
+            times, _, text, _, reward, _, advantage = answers.pop(0).split()
+            shown += int(times)
+            assert float(reward) == tinylm.reward(prompt, text) == (text == right)
+            expected = 0 if count != "1" else 1 if float(reward) else -1  # G = 2
+            assert float(advantage) == pytest.approx(expected, abs=0.01)
+        assert shown == 2
+        assert ("NO SIGNAL" in "".join(answers[:1])) == (count != "1")
+
+
+def test_show_is_in_colour_on_a_terminal_only(monkeypatch):
+    assert run.paint(run.GREEN, "85$") == "85$"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run.paint("#009E73", "85$") == "\033[38;2;0;158;115m85$\033[0m"
+    monkeypatch.setenv("NO_COLOR", "")
+    assert run.paint(run.GREEN, "85$") == "85$"
+
+
+def test_groups_without_signal_are_marked(reference, monkeypatch, sft):
+    monkeypatch.setitem(sys.modules, "grpo", reference)
+    prompts = tinylm.encode(["37+48=", "10+15="])
+    answers = {"37+48=": ["85$"] * 4, "10+15=": ["25$", "24$", "24$", "35$"]}
+
+    def group(model, prompts, G, *_):
+        texts = [text for prompt in tinylm.decode(prompts) for text in answers[prompt]]
+        rewards = torch.tensor([1.0] * 4 + [1.0, 0.0, 0.0, 0.0])
+        return reference.Samples(prompts, None, None, rewards, texts)
+
+    monkeypatch.setattr(reference, "sample_group", group)
+    lines = run.show_groups(None, prompts, reference.GRPOConfig(G=4)).splitlines()
+    assert lines[0].split() == ["37+48=", "right", "is", "85$", "4", "of", "4", "answers", "are", "right"]
+    assert lines[1].split() == ["4", "x", "85$", "reward", "1", "advantage", "+0.00"]
+    assert "NO SIGNAL: all answers are right" in lines[2]
+    assert [line.split()[0] for line in lines[4:]] == ["1", "2", "1"] and "+1.73" in lines[4] and "-0.58" in lines[5]
+    assert len(lines) == 7
 
 
 # The plot -------------------------------------------------------------------------------------------------------
@@ -446,15 +622,15 @@ def test_folder_of_a_files_name_is_never_replaced(tmp_path):
     [("one iteration", 1, ".jpg"), ("spikes", 60, ".svg"), ("all zero", 60, ".pdf"), ("many", 2000, ".png")],
 )
 def test_plot_draws_extreme_histories(tmp_path, case, n, ending):
-    history = [{"iteration": i} | dict.fromkeys(run.COLUMNS[1:8], 0.0) for i in range(n + 1)]
+    history = [{"iteration": i} | dict.fromkeys(run.METRICS, 0.0) for i in range(n + 1)]
     history[0] = {"iteration": 0}
     if case == "spikes":
         for row in history[1:]:
             row["kl"] = 50.0 if row["iteration"] % 30 == 1 else 0.1
     for i in (0, n):
-        history[i] = history[i] | dict.fromkeys(run.COLUMNS[8:], 0.0)
+        history[i] = history[i] | dict.fromkeys(run.EVALUATED, 0.0)
     path = tmp_path / f"plot{ending}"
-    run.plot(history, "run.py --lr 1.2345678901234567e-05 " * 12, path)
+    run.plot([run.Run("plot", ["--lr 1.2345678901234567e-05"] * 20, history)], path)
     assert path.stat().st_size > 10_000
     if case == "spikes":
         assert "up to 50" in path.read_text(encoding="utf-8"), "the spikes are cut off without a word"

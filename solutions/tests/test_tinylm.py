@@ -26,7 +26,8 @@ def held_out() -> Tensor:
 
 def accuracy(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> tuple[float, float]:
     right = tinylm.answers(prompts)
-    return tinylm.accuracy(tinylm.response_logits(model, prompts, right, temperature), right)
+    p, greedy = tinylm.success(tinylm.response_logits(model, prompts, right, temperature), right)
+    return p.mean().item(), greedy.mean().item()
 
 
 def seeded(seed: int) -> torch.Generator:
