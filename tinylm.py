@@ -6,6 +6,7 @@ letters: P prompts, G responses per prompt, N = P * G rows (prompt-major), Tp pr
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,7 +260,9 @@ def load_checkpoint(path: Path) -> TinyLM:
     """The TinyLM saved at `path`. Raises FileNotFoundError, or ValueError if it is not a whole and finite TinyLM."""
     model = TinyLM()
     try:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        with warnings.catch_warnings():  # of foreign files: the error below says enough
+            warnings.simplefilter("ignore")
+            model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise
     except Exception as error:  # torch.load raises a dozen different types on damaged and foreign files

@@ -109,7 +109,7 @@ def group_advantages(rewards: Tensor, G: int, normalize_std: bool = True, eps: f
     (DeepSeekMath, section 4.1.2, outcome supervision; mean only: Dr. GRPO, arXiv 2503.20783.)
 
     Args:
-        rewards: [N] float, prompt-major.
+        rewards: [N] float, prompt-major, finite: one NaN would make its whole group NaN.
         G: group size; N must be a multiple of it.
         normalize_std: divide by the group's std, or not.
         eps: keeps the division finite when all rewards of a group are equal.
@@ -318,6 +318,24 @@ def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, fl
     }
 
 
+def check_samples(samples: Samples, P: int, G: int) -> None:
+    """Raise ValueError, naming the function to look at, where the samples break what the other tasks rely on."""
+    n, rewards = P * G, samples.rewards
+    shapes = [tuple(part.shape[:1]) for part in (samples.prompts, samples.responses, samples.mask, rewards)]
+    if set(shapes) != {(n,)} or rewards.dim() != 1:
+        raise ValueError(
+            f"sample_group (task 1): {P} prompts with G = {G} must give {n} rows of prompts, responses and mask, {n} "
+            f"rewards; their first dimensions are {', '.join(map(str, shapes))}"
+        )
+    if not rewards.isfinite().all():
+        raise ValueError("sample_group (task 1): a reward is not finite, and would make its whole group NaN")
+    if (samples.mask.sum(dim=1) == 0).any():
+        raise ValueError(
+            "sample_group (task 1): a row of the mask is empty, so that grpo_loss (task 4) would divide by 0: even an "
+            "answer that is only an end-of-sequence has one token"
+        )
+
+
 def train_grpo(
     model: TinyLM, config: GRPOConfig, callback: Callable[[dict[str, float]], None] | None = None
 ) -> list[dict[str, float]]:
@@ -328,7 +346,8 @@ def train_grpo(
     groups without signal), "clip_fraction", "kl" (nats per token), "ratio" and "loss"; every `config.eval_every`
     iterations, and at the end, also the keys of `evaluate`.
 
-    Raises FloatingPointError, naming the iteration, when the loss or the accuracy is not finite.
+    Raises FloatingPointError, naming the iteration, when the loss or the accuracy is not finite; ValueError, naming
+    the function, when samples are not what `Samples` says.
     """
     device = next(model.parameters()).device
     train_prompts, held_out = (prompts.to(device) for prompts in tinylm.problems())
@@ -342,6 +361,7 @@ def train_grpo(
         if iteration > 0:
             prompts = train_prompts[torch.randint(len(train_prompts), (config.prompts,), generator=draw)]
             samples, metrics = grpo_step(model, ref_model, optimizer, prompts, config, generator)
+            check_samples(samples, config.prompts, config.G)
             group_means = samples.rewards.view(-1, config.G).mean(dim=1)
             row["reward"] = group_means.mean().item()
             row["all_right"] = (group_means == 1).float().mean().item()

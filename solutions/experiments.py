@@ -1,0 +1,379 @@
+"""The answer key: what each experiment of the README gives over several seeds, written to experiments.md.
+
+    python solutions/experiments.py             everything that is missing, then solutions/experiments.md and pictures
+    python solutions/experiments.py --seeds 8   more seeds; what is there already is not run again
+
+A run is one variant of the settings with one seed, which is that of its starting policy and of GRPO alike. So the runs
+of one seed begin at the same policy, and differences to the default are taken between those. A process per core; each
+finished run is kept in solutions/experiments/runs/, so that the command, stopped and started again, goes on.
+
+In order: the experiments, one run, tables and pictures, the command.
+"""
+# ruff: noqa: PLC0415  torch and matplotlib take seconds to import: only where they are needed, so that --help is quick
+
+import copy
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from calibrate import LAST, figures  # noqa: E402
+
+from run import COLOURS, Parser, number, smooth  # noqa: E402
+
+OUT = HERE / "experiments.md"
+FOLDER = HERE / "experiments"  # the pictures, and the runs
+
+# 1. The experiments ----------------------------------------------------------------------------------------------
+
+# What differs from the default; "kl" is the estimator in the loss. The names appear in the answers below.
+VARIANTS = {
+    "default": {},
+    "reuse": {"inner_steps": 8},
+    "noclip": {"inner_steps": 8, "clip": 1000.0},
+    "pairs": {"G": 2, "prompts": 64},
+    "nostd": {"std": False},
+    "noleash": {"beta": 0.0},
+    "leash": {"beta": 0.5},
+    "cold": {"temperature": 0.5},
+    "slow": {"lr": 1e-4},
+    "fast": {"lr": 1e-3},
+    "G4": {"G": 4},
+    "G16": {"G": 16},
+    "P4": {"prompts": 4},
+    "P64": {"prompts": 64},
+    "long": {"iters": 1000},
+    "k1": {"kl": "k1"},
+    "k2": {"kl": "k2"},
+    "k1_leash": {"kl": "k1", "beta": 0.5},
+    "k2_leash": {"kl": "k2", "beta": 0.5},
+}
+COLUMNS = {  # in the tables: the key in an answer -> (heading, name of the figure)
+    "sampled": ("sampled", "sampled accuracy after"),
+    "greedy": ("greedy", "greedy accuracy after"),
+    "entropy": ("entropy", "entropy after, nats per token"),
+    "zero": ("zero-signal", f"zero-signal groups, last {LAST} iterations"),
+    "kl": ("KL", "k3 KL after, nats per token"),
+    "pass64": ("pass@64 - SFT", "pass@64, GRPO - SFT"),
+}
+Means = dict[str, dict[str, float]]  # variant -> column -> mean over the seeds
+
+
+class Experiment(NamedTuple):
+    """One row of the README's "Things to try"."""
+
+    name: str
+    title: str
+    variants: list[str]  # beside the default
+    answer: str  # three sentences, with {variant[column]} where a measured mean goes
+    hint: str  # for marking
+    holds: str  # what the answer claims, as a Python expression of the same names: checked whenever it is written
+
+
+EXPERIMENTS: list[Experiment] = []
+
+
+def command(variant: str) -> str:
+    """The command that a student runs for it."""
+    from run import build_parser, settings_of
+
+    changes = {name: value for name, value in VARIANTS[variant].items() if name != "kl"}
+    parser = build_parser()
+    default, changed = (settings_of(parser.parse_args([])), parser.parse_args([]))
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    flags = " ".join(word for word in settings_of(changed) if word not in default)
+    estimator = VARIANTS[variant].get("kl")
+    return f"`run.py{' ' * bool(flags)}{flags}`" + (f", {estimator} in `k3_kl`" if estimator else "")
+
+
+# 2. One run ------------------------------------------------------------------------------------------------------
+
+
+def estimators() -> dict:
+    """Other estimators of KL(pi || pi_ref) to put into `k3_kl`: functions of logp and ref_logp [N, Tr]."""
+    return {
+        "k1": lambda logp, ref_logp: logp - ref_logp,
+        "k2": lambda logp, ref_logp: (logp - ref_logp) ** 2 / 2,
+    }
+
+
+def kinds(prompts) -> dict[str, list[int]]:
+    """Which of the problems [P, Tp] are of which kind."""
+    import tinylm
+
+    rows = {"no carry, two digits": [], "carry, two digits": [], "three digits": []}
+    for i, text in enumerate(tinylm.decode(prompts)):
+        left, right = map(int, text.rstrip("=").split("+"))
+        carry = left % 10 + right % 10 > 9
+        kind = "three digits" if left + right > 99 else "carry, two digits" if carry else "no carry, two digits"
+        rows[kind].append(i)
+    return rows
+
+
+def mistake(right: int, text: str) -> str:
+    """The name of what is wrong with an answer; "" if it is right."""
+    if not text.endswith("$") or not text[:-1].isdecimal() or text[:-1] != str(int(text[:-1])):
+        return "not a number, or not ended"
+    difference = int(text[:-1]) - right
+    names = {0: "", -10: "10 too small", 10: "10 too large", -100: "100 too small", 100: "100 too large"}
+    if difference in names:
+        return names[difference]
+    return "off by 1" if abs(difference) == 1 else "off by 9 or 11" if abs(difference) in (9, 11) else "other"
+
+
+def anatomy(model, samples: int = 32) -> dict[str, dict[str, float]]:
+    """What the policy answers on the held-out problems: exact accuracy by kind, and the share of each mistake."""
+    import torch
+
+    import tinylm
+
+    _, prompts = tinylm.problems()
+    p = tinylm.success_probability(model, prompts)
+    rows = prompts.repeat_interleave(samples, dim=0)
+    texts = tinylm.decode_and_strip_padding(tinylm.generate(model, rows, generator=torch.Generator().manual_seed(0)))
+    rights = [int(text.rstrip("$_")) for text in tinylm.decode(tinylm.answers(rows))]
+    counts = Counter(mistake(right, text) for right, text in zip(rights, texts, strict=True))
+    return {
+        "kinds": {kind: p[numbers].mean().item() for kind, numbers in kinds(prompts).items()},
+        "mistakes": {name: times / len(texts) for name, times in counts.items() if name},
+    }
+
+
+def kl_to(sft, model, temperature: float, samples: int = 16) -> float:
+    """The mean k3 over the tokens that `model` samples on the held-out problems: KL(model || sft), nats per token.
+
+    The runs' own "kl" will not do: it is what the loss uses, which may be k1 or k2.
+    """
+    import torch
+
+    import grpo
+    import tinylm
+
+    _, prompts = tinylm.problems()
+    rows = prompts.repeat_interleave(samples, dim=0)
+    responses = tinylm.generate(model, rows, temperature, torch.Generator().manual_seed(1))
+    mask = tinylm.response_mask(responses)
+    with torch.no_grad():
+        logp, ref_logp = (tinylm.token_logp(policy, rows, responses, temperature) for policy in (model, sft))
+    return ((grpo.k3_kl(logp, ref_logp) * mask).sum() / mask.sum()).item()
+
+
+def path_of(variant: str, seed: int) -> Path:
+    return FOLDER / "runs" / f"{variant}_{seed}.json"
+
+
+def origin(variant: str) -> dict:
+    """What a run's result depends on beside its seed: kept with it, so that an outdated one is run again."""
+    code = b"".join((folder / name).read_bytes() for folder, name in ((HERE, "grpo.py"), (HERE.parent, "tinylm.py")))
+    return {"changes": VARIANTS[variant], "code": hashlib.sha256(code).hexdigest()}
+
+
+def run_one(job: tuple[str, int]) -> None:
+    """Train, measure, and keep the result."""
+    import grpo
+    import tinylm
+
+    variant, seed = job
+    changes = dict(VARIANTS[variant])
+    path = FOLDER / "runs" / f"sft_{seed}.pt"
+    sft = tinylm.load_checkpoint(path)
+    model = copy.deepcopy(sft)
+    k3_kl = grpo.k3_kl
+    try:
+        grpo.k3_kl = estimators().get(changes.pop("kl", None), k3_kl)
+        config = grpo.GRPOConfig(seed=seed, **changes)
+        history = grpo.train_grpo(model, config)
+    finally:
+        grpo.k3_kl = k3_kl
+    measured = figures(sft, model, history) | {"k3 KL after, nats per token": kl_to(sft, model, config.temperature)}
+    result = origin(variant) | {"figures": measured, "history": history}
+    if variant == "default":
+        result |= {"before": anatomy(sft), "after": anatomy(model)}
+    with tinylm.whole_file(path_of(variant, seed)) as temporary:
+        temporary.write_text(json.dumps(result), encoding="utf-8")
+
+
+def train_policy(seed: int) -> None:
+    """The starting policy of a seed, unless it is there."""
+    import tinylm
+
+    path = FOLDER / "runs" / f"sft_{seed}.pt"
+    if not path.exists() or any(not is_there(variant, seed) for variant in VARIANTS):
+        tinylm.save_checkpoint(tinylm.train_sft(seed), path)
+
+
+def is_there(variant: str, seed: int) -> bool:
+    """Whether the run is there, whole, and of the variant and the code as they are now."""
+    try:
+        result = json.loads(path_of(variant, seed).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(result, dict) and result.items() >= origin(variant).items()
+
+
+# 3. Tables and pictures ------------------------------------------------------------------------------------------
+
+
+def read(variant: str, seeds: int) -> list[dict]:
+    """The results of a variant, seed by seed."""
+    return [json.loads(path_of(variant, seed).read_text(encoding="utf-8")) for seed in range(seeds)]
+
+
+def table(variants: list[str], results: dict[str, list[dict]]) -> list[str]:
+    """Markdown: a line for each variant, each figure as mean (lowest to highest); last the paired difference."""
+    headings = [heading for heading, _ in COLUMNS.values()]
+    lines = [f"| run | {' | '.join(headings)} | sampled - default |", "|---" * (len(headings) + 2) + "|"]
+    for variant in variants:
+        cells = []
+        for _, figure in COLUMNS.values():
+            values = [result["figures"][figure] for result in results[variant]]
+            cells.append(f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        name = COLUMNS["sampled"][1]
+        pairs = zip(results[variant], results["default"], strict=True)
+        gains = [one["figures"][name] - other["figures"][name] for one, other in pairs]
+        cells.append("" if variant == "default" else f"{fmean(gains):+.3f} ({min(gains):+.3f} to {max(gains):+.3f})")
+        lines.append(f"| {command(variant)} | {' | '.join(cells)} |")
+    return lines
+
+
+def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
+    """Four panels over the iterations: each variant's mean over the seeds, and the band from lowest to highest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    panels = figure.subplots(1, 4)
+
+    def zero_signal(row: dict) -> float:
+        return row["all_right"] + row["all_wrong"]
+
+    for variant, colour in zip(variants, COLOURS, strict=False):
+        histories = [result["history"] for result in results[variant]]
+        evaluated = [row["iteration"] for row in histories[0] if "entropy" in row]
+        trained = [row["iteration"] for row in histories[0][1:]]
+        curves = [
+            (evaluated, [[h[i]["sampled_accuracy"] for i in evaluated] for h in histories]),
+            (evaluated, [[h[i]["greedy_accuracy"] for i in evaluated] for h in histories]),
+            (trained, [smooth([row["kl"] for row in h[1:]], median) for h in histories]),
+            (trained, [smooth([zero_signal(row) for row in h[1:]]) for h in histories]),
+        ]
+        for panel, (x, seeds) in zip(panels, curves, strict=True):
+            columns = list(zip(*seeds, strict=True))
+            panel.plot(x, [fmean(c) for c in columns], color=colour, label=command(variant).strip("`"))
+            panel.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15)
+    names = (
+        "Sampled accuracy",
+        "Greedy accuracy",
+        "KL, nats per token, median of 21",
+        "Groups without signal, mean of 21",
+    )
+    for panel, name in zip(panels, names, strict=True):
+        panel.set_title(name, loc="left", fontsize=10, fontweight="bold")
+        panel.set_xlabel("iteration")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=80)
+
+
+def means_of(results: dict[str, list[dict]]) -> Means:
+    """The means over the seeds, under the names that the answers use."""
+    return {
+        variant: {key: fmean(result["figures"][figure] for result in runs) for key, (_, figure) in COLUMNS.items()}
+        for variant, runs in results.items()
+    }
+
+
+def anatomy_tables(runs: list[dict]) -> list[str]:
+    """Markdown: what the default run did to the answers, by kind of problem and by mistake; means over the seeds."""
+    lines = []
+    for title, name in (("kind of problem: sampled accuracy", "kinds"), ("mistake: share of all answers", "mistakes")):
+        lines += ["", f"| {title} | before | after |", "|---|---|---|"]
+        rows = {row for run in runs for when in ("before", "after") for row in run[when][name]}
+        mean = {
+            row: [fmean(run[when][name].get(row, 0.0) for run in runs) for when in ("before", "after")] for row in rows
+        }
+        for row, values in sorted(mean.items(), key=lambda item: -item[1][0]):
+            lines.append(f"| {row} | {values[0]:.3f} | {values[1]:.3f} |")
+    return lines
+
+
+INTRO = """# The answer key
+
+Written by `python solutions/experiments.py`. Each figure is the mean over {seeds} seeds (lowest to highest). A seed is
+that of the starting policy and of GRPO alike, so the runs of one seed begin at the same policy; the last column of a
+table is the mean of the differences to the default run, seed by seed. The KL is the mean k3, in nats per token, of the
+trained policy on the held-out problems; the share of groups without signal is that of the last {last} iterations. In
+the pictures a line is the mean, the band goes from the lowest seed to the highest, and the KL is what the loss uses.
+
+## What the default run does to the answers"""
+
+
+def write(seeds: int) -> list[str]:
+    """Write experiments.md and its pictures. Returns the names of the experiments whose answer does not hold."""
+    from tinylm import whole_file
+
+    results = {variant: read(variant, seeds) for variant in VARIANTS}
+    means = means_of(results)
+    failed = []
+    lines = [
+        *INTRO.format(seeds=seeds, last=LAST).splitlines(),
+        *anatomy_tables(results["default"]),
+    ]
+    for experiment in EXPERIMENTS:
+        variants = ["default", *experiment.variants]
+        if not eval(experiment.holds, {"__builtins__": {"abs": abs}}, means):
+            failed.append(experiment.name)
+        image = FOLDER / f"{experiment.name}.png"
+        with whole_file(image) as temporary:
+            picture(variants, results, temporary)
+        lines += ["", f"## {experiment.title}", "", *table(variants, results), ""]
+        lines += [f"![{experiment.title}]({image.relative_to(HERE).as_posix()})", ""]
+        lines += [experiment.answer.format(**means), "", f"*Marking:* {experiment.hint}"]
+    with whole_file(OUT) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return failed
+
+
+# 4. The command --------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run what is missing, then write. Returns the exit status: 1 if an answer does not hold."""
+    parser = Parser(description="Run every experiment of the README over seeds, and write the answer key.")
+    parser.flag("--seeds", 5, number(int, 2, 1000), "seeds 0 to N-1")
+    parser.flag("--jobs", os.cpu_count(), number(int, 1, 1000), "processes")
+    args = parser.parse_args()
+
+    import multiprocessing
+
+    from tqdm import tqdm
+
+    try:
+        (FOLDER / "runs").mkdir(parents=True, exist_ok=True)
+        jobs = [(variant, seed) for seed in range(args.seeds) for variant in VARIANTS if not is_there(variant, seed)]
+        with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+            pool.map(train_policy, sorted({seed for _, seed in jobs}), chunksize=1)
+            for _ in tqdm(pool.imap_unordered(run_one, jobs), total=len(jobs), unit="run", disable=None):
+                pass
+        failed = write(args.seeds)
+    except OSError as error:
+        parser.error(f"cannot write: {error}")
+    for name in failed:
+        print(f"{name}: the measurement does not bear out the answer", file=sys.stderr)
+    print(f"saved {OUT.name} and {len(EXPERIMENTS)} pictures")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
