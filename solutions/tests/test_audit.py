@@ -3,13 +3,9 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import audit
+import pytest
 from audit import COMBINATIONS, MISTAKES, VARIATIONS, Combination, Mistake, Variation
 
 ENTRIES = [*MISTAKES, *VARIATIONS, *COMBINATIONS]

@@ -6,19 +6,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import bench
 import pytest
 import torch
 
-LAB = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
-import bench  # noqa: E402
+import tinylm
 
-import tinylm  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def sft():
-    return tinylm.load_or_train_sft()
+LAB = Path(__file__).resolve().parents[2]
 
 
 def command(monkeypatch, *flags: str) -> int:

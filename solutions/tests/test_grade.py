@@ -18,13 +18,12 @@ import time
 import zipfile
 from pathlib import Path
 
+import grade
 import pytest
 
-LAB = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
-import grade  # noqa: E402
+import tinylm
 
-import tinylm  # noqa: E402
+LAB = Path(__file__).resolve().parents[2]
 
 REFERENCE = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")
 BODIES = grade.task_bodies(REFERENCE)

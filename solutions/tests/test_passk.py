@@ -21,11 +21,6 @@ from passk import pass_at_k
 LAB = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def sft() -> tinylm.TinyLM:
-    return tinylm.load_or_train_sft()
-
-
 # The estimator --------------------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import release
+
+import tinylm
 
 LAB = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
-import release  # noqa: E402
-
-import tinylm  # noqa: E402
 
 QUICK_TESTS = """
 import pytest

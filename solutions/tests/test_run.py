@@ -24,6 +24,7 @@ import tinylm
 
 LAB = Path(run.__file__).resolve().parent
 TINY = ["--iters", "3", "--prompts", "2", "--G", "2", "--eval-every", "1"]
+pytestmark = pytest.mark.usefixtures("sft")  # so that no run below has to say that it trains the policy
 DEFAULT_FILES = {"grpo_tinylm.png", "grpo_tinylm.csv", "tinylm_grpo.pt"}
 
 
@@ -61,12 +62,6 @@ def assert_one_line(result: subprocess.CompletedProcess, *words: str) -> None:
     assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n"), result.stderr
     for word in words:
         assert word in result.stderr
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sft():
-    """The starting policy, trained here if need be: no run below has to say that it trains it."""
-    tinylm.load_or_train_sft()
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """grpo.py and solutions/grpo.py are one file, but for the five bodies, which in grpo.py are not written."""
 
-import sys
 from pathlib import Path
 
 import pytest
+import release
 
 LAB = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
-import release  # noqa: E402
 
 HANDOUT = (LAB / "grpo.py").read_text(encoding="utf-8")
 REFERENCE = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")

@@ -15,11 +15,6 @@ from tinylm import EOS, HELD_OUT, PAD, PROMPT_LEN, RESPONSE_LEN, VOCAB, TinyLM
 
 
 @pytest.fixture(scope="module")
-def sft() -> TinyLM:
-    return tinylm.load_or_train_sft()
-
-
-@pytest.fixture(scope="module")
 def held_out() -> Tensor:
     return tinylm.problems()[1]
 

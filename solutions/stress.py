@@ -1,0 +1,528 @@
+"""The stress test: the graded tests again and again under other circumstances, and every command killed as it works.
+
+    python solutions/stress.py --suite 50     the reference through test_grpo.py, under 50 seeds
+    python solutions/stress.py --kills 200    200 times SIGKILL: SFT, run.py, grade.py, release.py in turn
+
+`--suite`: the seed is that of the tests' inputs, of Python's hashes, and of the global random generators; warnings are
+errors. The circumstances change from run to run: see `circumstances`.
+
+`--kills`: half of the kills come at a random moment, half right after a random one of the changes that the command
+makes on the disk, for that is where files break. After each, every file must be absent or whole, as the lab's own
+reader has it, and nothing that was finished may be lost. Of each command's kills every fifth is followed by the same
+command, which must end with the right result. Temporary files left behind are counted; they are no fault.
+
+All of it happens in copies of the lab, in a temporary folder. In order: processes, the suite, kills, the command.
+"""
+
+import importlib.util
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+LAB = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
+from bench import busy_core  # noqa: E402
+from grade import finished_rows  # noqa: E402
+from release import STUDENT, solutions_files  # noqa: E402
+
+from run import Parser, number, read_csv  # noqa: E402
+
+SFT = "tinylm_sft.pt"
+TIMEOUT = 900  # seconds, for a command that is not killed
+
+# 1. Processes, and the lab's copy ------------------------------------------------------------------------------------
+
+
+def copy_lab(folder: Path) -> Path:
+    """A copy of the lab's own files at `folder`, with the starting policy. Returns `folder`."""
+    from tinylm import load_or_train_sft  # noqa: PLC0415  it imports torch: only where it is needed
+
+    load_or_train_sft()
+    for name in [*STUDENT.split(), *solutions_files(), SFT]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(LAB / name, folder / name)
+    return folder
+
+
+def environment(temporary: Path, **more: str) -> dict[str, str]:
+    """This process's, without what would change the lab's behaviour; what is temporary goes below `temporary`."""
+    ours = ("PYTEST_ADDOPTS", "RL_SOLUTIONS", "LAB_SEED", "PYTHONWARNINGS")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)) | more
+
+
+def end(process: subprocess.Popen) -> None:
+    """SIGKILL, to the process and to what it has started: as when the power fails. (On Windows: to it alone.)"""
+    if process.returncode is None:  # not yet waited for, so that its id cannot belong to another
+        if hasattr(os, "killpg"):
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def running(command: list, folder: Path, variables: dict[str, str]) -> Iterator[tuple[subprocess.Popen, IO[bytes]]]:
+    """(the process, the file with all it prints). It is ended with the block at the latest."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [*map(str, command)],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, for `end`
+        )
+        try:
+            yield process, output
+        finally:
+            end(process)
+
+
+def printed(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode("utf-8", "replace").strip()
+
+
+# 2. The suite --------------------------------------------------------------------------------------------------------
+
+# The global generators too: no test may depend on them. (The processes of pytest-xdist seed theirs as they like.)
+SEEDED_PYTEST = """
+import random, sys
+import numpy, pytest, torch
+seed = int(sys.argv.pop(1))
+random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@dataclass
+class Circumstance:
+    """How the suite is run."""
+
+    name: str
+    flags: list[str] = field(default_factory=list)  # of pytest; {seed} stands for the seed
+    plugin: str = ""  # the module it needs
+    busy: bool = False  # beside a process per core that computes without end
+    elsewhere: bool = False  # from another folder, with the path to the tests
+    suites: int = 1  # at the same moment; several of them find no starting policy there
+
+
+def circumstances() -> list[Circumstance]:
+    return [
+        Circumstance("as it is"),
+        Circumstance("in random order", ["-p", "randomly", "--randomly-seed={seed}"], plugin="pytest_randomly"),
+        Circumstance("in parallel", ["-p", "xdist", "-n", "2"], plugin="xdist"),
+        Circumstance("on busy cores", busy=True),
+        Circumstance("from another folder", elsewhere=True),
+        Circumstance("two at once, no policy yet", suites=2),
+    ]
+
+
+def run_suite(lab: Path, seed: int, circumstance: Circumstance) -> str:
+    """Run the reference's tests in the copy `lab`. Returns what went wrong, or ""."""
+    flags = ["-q", "-p", "no:cacheprovider", "-W", "error", "--solutions"]
+    flags += [flag.format(seed=seed) for flag in circumstance.flags]
+    seeds = {"LAB_SEED": str(seed), "PYTHONHASHSEED": str(seed)}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        if circumstance.suites > 1:
+            lab = shutil.copytree(lab, folder / "lab", ignore=shutil.ignore_patterns(SFT, "__pycache__"))
+        for _ in range((os.cpu_count() or 1) * circumstance.busy):
+            stack.enter_context(busy_core())
+        command = [sys.executable, "-c", SEEDED_PYTEST, seed, *flags]
+        command += [lab / "test_grpo.py"] if circumstance.elsewhere else []
+        # Of this machine's plugins only those named in the flags.
+        variables = environment(folder, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **seeds)
+        where = folder if circumstance.elsewhere else lab
+        suites = [stack.enter_context(running(command, where, variables)) for _ in range(circumstance.suites)]
+        problems = []
+        for process, output in suites:
+            try:
+                if process.wait(TIMEOUT):
+                    problems.append(f"exit status {process.returncode}\n{printed(output)}")
+            except subprocess.TimeoutExpired:
+                problems.append(f"not done after {TIMEOUT} seconds\n{printed(output)}")
+        files = {path.name for path in lab.glob(f"*{SFT}")}
+        if circumstance.suites > 1 and not problems and files != {SFT}:
+            problems.append(f"the starting policy is not there, or more than that: {sorted(files)}")
+    return "\n".join(problems)
+
+
+def stress_suite(count: int, first_seed: int) -> bool:
+    """Run it `count` times; a line for each and a table. Returns whether all passed."""
+    all_of_them = circumstances()
+    skipped = [c for c in all_of_them if c.plugin and importlib.util.find_spec(c.plugin) is None]
+    tried = [c for c in all_of_them if c not in skipped]
+    times: dict[str, list[float]] = {c.name: [] for c in tried}
+    failed = dict.fromkeys(times, 0)
+    print(f"{'seed':>6}  {'circumstance':28}{'seconds':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        lab = copy_lab(Path(folder) / "lab")
+        for i in range(count):
+            seed, circumstance = first_seed + i, tried[i % len(tried)]
+            started = time.monotonic()
+            problem = run_suite(lab, seed, circumstance)
+            seconds = time.monotonic() - started
+            times[circumstance.name].append(seconds)
+            failed[circumstance.name] += bool(problem)
+            print(f"{seed:6}  {circumstance.name:28}{seconds:8.1f}  {'FAILED' if problem else 'passed'}", flush=True)
+            if problem:
+                print("\n".join(f"        {line}" for line in problem.splitlines()), flush=True)
+    print(f"\n{'circumstance':28}{'runs':>8}{'failed':>8}{'median seconds':>16}")
+    for name, seconds in times.items():
+        print(f"{name:28}{len(seconds):8}{failed[name]:8}{f'{median(seconds):.1f}' if seconds else '':>16}")
+    for circumstance in skipped:
+        print(f"{circumstance.name:28} skipped: {circumstance.plugin.replace('_', '-')} is not installed")
+    total = sum(failed.values())
+    print(f"{'all':28}{count:8}{total:8}")
+    return total == 0
+
+
+# 3. Kills ------------------------------------------------------------------------------------------------------------
+
+# The copy's tests are cut down to three tasks: grade.py and release.py shall spend their time on files, not on tests.
+CUT = """
+
+for name in [name for name in globals() if name.startswith(("test_task4", "test_task5"))]:
+    del globals()[name]
+"""
+PAUSE = 0.003  # seconds at most between a change on the disk and the kill that it calls for
+Contents = dict[str, bytes]  # of a folder: a file's path in it -> what it holds
+
+
+def checkpoint(path: Path):
+    from tinylm import load_checkpoint  # noqa: PLC0415
+
+    return [(name, weights.tolist()) for name, weights in load_checkpoint(path).state_dict().items()]
+
+
+def table(path: Path) -> frozenset:
+    """The finished rows, without the seconds. Raises ValueError if one of them is there before its feedback."""
+    rows = finished_rows(path)
+    missing = [row["name"] for row in rows if not (path.parent / "feedback" / f"{row['name']}.txt").exists()]
+    if missing:
+        raise ValueError(f"it has {missing[0]}'s row, but there is no feedback")
+    return frozenset(tuple(value for name, value in row.items() if name != "seconds") for row in rows)
+
+
+def picture(path: Path):
+    from PIL import Image  # noqa: PLC0415  which matplotlib needs, so it is there
+
+    with Image.open(path) as image:
+        return image.size, image.convert("RGBA").tobytes()  # which decodes all of it
+
+
+def archive(path: Path):
+    with zipfile.ZipFile(path) as opened:
+        if broken := opened.testzip():
+            raise ValueError(f"{broken} in it is broken")
+        return opened.comment, {name: opened.read(name) for name in opened.namelist()}
+
+
+READERS = {
+    "*.pt": checkpoint,
+    "grades.csv": table,
+    "*.csv": read_csv,
+    "*.png": picture,
+    "*.zip": archive,
+    "*.txt": Path.read_bytes,
+}
+
+
+def read(path: Path):
+    """What the file says, by the lab's own reader. Raises whatever that raises if it is damaged."""
+    for pattern, reader in READERS.items():
+        if fnmatch(path.name, pattern):
+            return reader(path)
+    raise ValueError("no command of the lab writes a file of this name")
+
+
+def empty_and_finished(done: Contents) -> list[Contents]:
+    return [{}, done]
+
+
+def none_and_half_a_policy(done: Contents) -> list[Contents]:
+    return [{}, {SFT: done[SFT][: len(done[SFT]) // 2]}]
+
+
+def empty_and_one_row(done: Contents) -> list[Contents]:
+    header, first, *_ = done["grades.csv"].splitlines(keepends=True)
+    feedback = f"feedback/{first.decode().split(',')[0]}.txt"
+    return [{}, {"grades.csv": header + first, feedback: done[feedback]}]
+
+
+@dataclass
+class Victim:
+    """A command that is killed. It writes into the current folder."""
+
+    name: str
+    command: list
+    resume: tuple[str, ...] = ()  # flags that it needs once its files are there
+    starts_of: Callable[[Contents], list[Contents]] = empty_and_finished  # from what it wrote: where it starts
+    # What `watch` finds out, first from the empty folder:
+    starts: list[Contents] = field(default_factory=lambda: [{}])
+    right: dict = field(default_factory=dict)  # file -> what `read` gives
+    seconds: dict[int, float] = field(default_factory=dict)  # start -> that it takes from there
+    changes: dict[int, int] = field(default_factory=dict)  # start -> that it makes on the disk, as far as they are seen
+
+    def command_in(self, folder: Path) -> list:
+        return [*self.command, *(self.resume if finished(contents(folder)) else ())]
+
+
+def victims(lab: Path, submissions: Path) -> list[Victim]:
+    """The four commands, in a copy of the lab. Two submissions are written into `submissions`."""
+    submissions.mkdir()
+    shutil.copyfile(lab / "solutions" / "grpo.py", submissions / "right.py")
+    shutil.copyfile(lab / "grpo.py", submissions / "unwritten.py")
+    sft = "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import tinylm\n"
+    sft += f"tinylm.load_or_train_sft(pathlib.Path('{SFT}'))"
+    short = ["--solutions", "--iters", "5", "--prompts", "2", "--G", "2", "--out", "short.png"]
+    solutions = lab / "solutions"
+    return [
+        Victim("SFT", [sys.executable, "-c", sft, lab], starts_of=none_and_half_a_policy),
+        Victim("run.py", [sys.executable, lab / "run.py", *short]),
+        Victim(
+            "grade.py",
+            [sys.executable, solutions / "grade.py", submissions, "--out", "grades.csv"],
+            ("--resume",),
+            empty_and_one_row,
+        ),
+        Victim("release.py", [sys.executable, solutions / "release.py"]),
+    ]
+
+
+def contents(folder: Path) -> Contents:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def finished(files: Contents) -> Contents:
+    """Without the temporary files of `tinylm.whole_file`, .PID.NAME."""
+    return {name: content for name, content in files.items() if not re.match(r"\.\d+\.", Path(name).name)}
+
+
+def put(folder: Path, files: Contents) -> None:
+    """Let `folder` hold these files and no others."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def state_of(folder: str) -> set[tuple]:
+    """(name, size, time of the last change) of all files: differs after every change on the disk."""
+    found = set()
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                if entry.is_dir():
+                    found |= state_of(entry.path)
+                else:
+                    found.add((entry.path, entry.stat().st_size, entry.stat().st_mtime_ns))
+    return found
+
+
+def wait_for_changes(process: subprocess.Popen, folder: Path, changes: float) -> int:
+    """Wait until so many changes were seen in the folder, or the process has ended. Returns how many they were."""
+    state, seen, started = state_of(str(folder)), 0, time.monotonic()
+    while seen < changes and process.poll() is None and time.monotonic() - started < TIMEOUT:
+        time.sleep(0.001)
+        before, state = state, state_of(str(folder))
+        seen += state != before
+    return seen
+
+
+def is_whole(value, right) -> bool:
+    """Of a table of grades, some rows are whole too."""
+    return value <= right if isinstance(value, frozenset) else value == right
+
+
+def damage(folder: Path, before: Contents, victim: Victim) -> list[str]:
+    """What is wrong in the folder after a kill; `before` is what it held before the command."""
+    after, faults = finished(contents(folder)), []
+    for name, content in after.items():
+        if content == before.get(name):
+            continue
+        try:
+            value = read(folder / name)
+        except Exception as error:  # of many types
+            faults.append(f"{name} is damaged: {' '.join(str(error).split())}")
+        else:
+            if name not in victim.right or not is_whole(value, victim.right[name]):
+                faults.append(f"{name} is read as good, and is not what {victim.name} writes when nobody kills it")
+    faults += [f"{name} is lost" for name in before if name not in after]
+    rows = [set(csv_file.get("grades.csv", b"").splitlines()) for csv_file in (before, after)]
+    faults += [f"grades.csv: the row of {row.decode().split(',')[0]} is lost" for row in rows[0] - rows[1]]
+    return faults
+
+
+def unfinished(folder: Path, process: subprocess.Popen, output: IO[bytes], victim: Victim) -> list[str]:
+    """Wait for the command's end. What is wrong with its result."""
+    try:
+        process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return [f"it does not end within {TIMEOUT} seconds"]
+    if process.returncode:
+        last_line = (printed(output).splitlines() or [""])[-1]
+        return [f"it ends with exit status {process.returncode}: {last_line}"]
+    faults = []
+    for name, right in victim.right.items():
+        try:
+            if read(folder / name) != right:
+                faults.append(f"it ends with another {name}")
+        except Exception as error:  # of many types
+            faults.append(f"it ends with no good {name}: {' '.join(str(error).split())}")
+    return faults
+
+
+def watch(victim: Victim, start: int, folder: Path, variables: dict[str, str]) -> None:
+    """Let the command run to its end once, from this start. Raises RuntimeError if that fails."""
+    put(folder, victim.starts[start])
+    started = time.monotonic()
+    with running(victim.command_in(folder), folder, variables) as (process, output):
+        victim.changes[start] = wait_for_changes(process, folder, float("inf"))
+        victim.seconds[start] = time.monotonic() - started
+        faults = unfinished(folder, process, output, victim)
+        if faults:
+            raise RuntimeError(f"{victim.name} fails although nobody kills it: {'; '.join(faults)}\n{printed(output)}")
+    if not victim.right:
+        done = finished(contents(folder))
+        victim.right = {name: read(folder / name) for name in done}
+        victim.starts = victim.starts_of(done)
+
+
+@dataclass
+class Kill:
+    """What one kill did."""
+
+    moment: str
+    late: bool  # the command was done before
+    left: int  # temporary files that it left
+    again: bool  # whether the command was started again
+    faults: list[str]
+
+
+def kill_once(victim: Victim, j: int, folder: Path, variables: dict[str, str], chance: random.Random) -> Kill:
+    """The victim's kill number j: start, kill, look; every fifth time, start again to the end."""
+    start, at_change = j % len(victim.starts), j // len(victim.starts) % 2
+    if start not in victim.seconds:
+        watch(victim, start, folder, variables)
+    all_seconds, all_changes = victim.seconds[start], victim.changes[start]
+    seconds, change, pause = chance.uniform(0, all_seconds), chance.randint(1, max(1, all_changes)), chance.random()
+    before = victim.starts[start]
+    put(folder, before)
+    with running(victim.command_in(folder), folder, variables) as (process, output):
+        if at_change:
+            wait_for_changes(process, folder, change)
+            time.sleep(pause * PAUSE)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        late = process.poll() is not None
+        end(process)
+        faults = damage(folder, before, victim)
+        faults += unfinished(folder, process, output, victim) if late else []
+    files = contents(folder)
+    left, again = len(files) - len(finished(files)), j % 5 == 0
+    if again and not late:
+        with running(victim.command_in(folder), folder, variables) as (process, output):
+            faults += unfinished(folder, process, output, victim)
+        faults += damage(folder, finished(files), victim)
+    moment = f"change {change} of {all_changes}" if at_change else f"{seconds:.2f} of {all_seconds:.1f} s"
+    return Kill(moment, late, left, again and not late, faults)
+
+
+def stress_kills(count: int, seed: int) -> bool:
+    """Kill `count` times; a line for each and a table. Returns whether all was in order."""
+    chance, kills = random.Random(seed), {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
+        Path(root).chmod(0o755)  # where root grades, submissions run as another user, who must get in
+        lab, folder, temporary = (Path(root) / name for name in ("lab", "work", "temporary"))
+        temporary.mkdir(mode=0o755)
+        copy_lab(lab)
+        with (lab / "test_grpo.py").open("a", encoding="utf-8") as tests:
+            tests.write(CUT)
+        variables = environment(temporary)
+        targets = victims(lab, Path(root) / "submissions")
+        for victim in targets[:count]:
+            watch(victim, 0, folder / victim.name, variables)
+            kills[victim.name] = []
+            changes = f"{victim.changes[0]} changes on the disk"
+            print(f"{victim.name:12}{victim.seconds[0]:6.1f} s, {changes}, when nobody kills it", flush=True)
+        print(f"\n{'kill':>6}  {'command':12}{'at':20}{'outcome':16}{'temporary':>10}")
+        for i in range(count):
+            victim = targets[i % len(targets)]
+            kill = kill_once(victim, i // len(targets), folder / victim.name, variables, chance)
+            kills[victim.name].append(kill)
+            outcome = "came too late" if kill.late else "started again" if kill.again else "killed"
+            verdict = f"  {len(kill.faults)} FAULTS" if kill.faults else ""
+            print(f"{i:6}  {victim.name:12}{kill.moment:20}{outcome:16}{kill.left:10}{verdict}", flush=True)
+            for fault in kill.faults:
+                print(f"        {fault}", flush=True)
+        left = sum(path.is_dir() for path in temporary.iterdir())
+    words = ("kills", "too late", "started again", "temporary files left", "faults")
+    print("\n" + f"{'command':12}" + "".join(f"{word:>{len(word) + 3}}" for word in words))
+    rows = {**kills, "all": [kill for done in kills.values() for kill in done]}
+    for name, done in rows.items():
+        counted = [
+            len(done),
+            *(sum(getattr(kill, what) for kill in done) for what in ("late", "again", "left")),
+            sum(len(kill.faults) for kill in done),
+        ]
+        cells = (f"{value:{len(word) + 3}}" for value, word in zip(counted, words, strict=True))
+        print(f"{name:12}" + "".join(cells))
+    print(f"left in the system's folder for temporary files: {left} folders")
+    return not any(kill.faults for kill in rows["all"])
+
+
+# 4. The command ------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Run the graded tests, or kill the lab's commands, many times.", allow_abbrev=False)
+    count = number(int, 1, 100_000)
+    parser.add_argument("--suite", type=count, metavar="N", help="run the graded tests N times, as N seeds")
+    parser.add_argument("--kills", type=count, metavar="N", help="kill the lab's commands N times")
+    seed = "the first of the seeds, and that of the kills' moments (default: %(default)s)"
+    parser.add_argument("--seed", type=number(int, 0, 2**31), default=0, help=seed, metavar="N")
+    return parser
+
+
+def main() -> int:
+    """Returns the exit status: 1 if anything failed."""
+    parser = build_parser()
+    args = parser.parse_args()
+    if args.suite is None and args.kills is None:
+        parser.error("give --suite N, --kills N, or both")
+    if hasattr(signal, "SIGTERM"):  # as Ctrl-C: nothing that was started may go on alone
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        good = [stress_suite(args.suite, args.seed)] if args.suite else []
+        good += [stress_kills(args.kills, args.seed)] if args.kills else []
+    except RuntimeError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

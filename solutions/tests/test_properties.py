@@ -1,0 +1,707 @@
+"""Properties: the lab's functions against other definitions of the same thing, and its commands against any flags.
+
+Each test draws some hundreds of cases with hypothesis, others in every run; a failure prints the smallest case found
+and a line, `@reproduce_failure(...)`, that repeats it. In order: text and tokens, log-probs, the five tasks, pass@k,
+run.py's numbers and CSVs, the command lines.
+"""
+
+import argparse
+import io
+import math
+import multiprocessing
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import audit
+import bench
+import calibrate
+import grade
+import guide
+import numpy as np
+import pytest
+import release
+import torch
+from hypothesis import HealthCheck, assume, configuration, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.special import log_softmax
+from torch import Tensor
+
+import passk
+import run
+import tinylm
+
+V = len(tinylm.VOCAB)
+
+
+def cases(n: int) -> settings:
+    """n random cases for a test, other ones in each run, of which nothing is kept."""
+    # A busy machine is no failure. What a fixture makes is made once for all cases of a test, as it should be.
+    suppressed = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=n,
+        deadline=None,
+        derandomize=False,
+        database=None,
+        print_blob=True,
+        suppress_health_check=suppressed,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept(tmp_path_factory):
+    """What hypothesis caches goes to a temporary folder, not to `.hypothesis` in the repository."""
+    configuration.set_hypothesis_home_dir(tmp_path_factory.mktemp("hypothesis"))
+
+
+def tokens(rows: int, length: int) -> st.SearchStrategy[Tensor]:
+    """[N, T] with N up to `rows` and T from 1 to `length`, of all tokens or of a few, so that rows begin alike."""
+    shapes = st.tuples(st.integers(0, rows), st.integers(1, length))
+    few_or_all = st.sampled_from([st.integers(0, 1), st.sampled_from([3, tinylm.PAD, tinylm.EOS]), st.integers(0, 13)])
+    drawn = st.tuples(shapes, few_or_all).flatmap(lambda pair: arrays(np.int64, pair[0], elements=pair[1]))
+    return drawn.map(torch.from_numpy)
+
+
+# Text and tokens ------------------------------------------------------------------------------------------------
+
+
+@cases(700)
+@given(tokens(6, 10))
+def test_text_ends_with_the_first_end_of_sequence(responses):
+    expected = []
+    for row in responses.tolist():
+        text = ""
+        for token in row:
+            text += "0123456789+=_$"[token]
+            if text[-1] == "$":
+                break
+        expected.append(text)
+    assert tinylm.decode_and_strip_padding(responses) == expected
+
+
+@cases(700)
+@given(tokens(6, 10))
+def test_mask_is_one_up_to_the_first_end_of_sequence(responses):
+    expected = []
+    for row in responses.tolist():
+        ended = False
+        expected.append([])
+        for token in row:
+            expected[-1].append(0.0 if ended else 1.0)
+            ended = ended or token == tinylm.EOS
+    mask = tinylm.response_mask(responses)
+    assert mask.dtype == torch.float32 and mask.shape == responses.shape
+    assert mask.tolist() == expected
+
+
+@st.composite
+def answered(draw) -> tuple[int, int, str]:
+    """Two numbers and an answer: any text, the right one, or one that is right but for an edit."""
+    left, right = draw(st.integers(0, 10**6)), draw(st.integers(0, 10**6))
+    text = draw(st.one_of(st.just(f"{left + right}$"), st.text("0123456789+=_$ \n-.é٣", max_size=8)))
+    if draw(st.booleans()):
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + draw(st.sampled_from(["", "0", "$", "_", " ", "+", "\n"])) + text[place + 1 :]
+    return left, right, text
+
+
+@cases(1000)
+@given(answered())
+@example((37, 48, "85$"))
+def test_reward_is_for_the_plain_sum_and_its_end(case):
+    left, right, text = case
+    digits = text[:-1]
+    plain = len(digits) > 0 and all(char in "0123456789" for char in digits) and (digits[0] != "0" or digits == "0")
+    expected = 1.0 if text.endswith("$") and plain and int(digits) == left + right else 0.0
+    got = tinylm.reward(f"{left}+{right}=", text)
+    assert type(got) is float and got == expected
+
+
+@cases(800)
+@given(tokens(8, 10).filter(len))  # T up to 10 is what a TinyLM reads; a batch has at least one row
+def test_prefixes_are_those_of_a_dict_of_tuples(rows):
+    number, token, position, path = tinylm.distinct_prefixes(rows)
+    n, t = rows.shape
+    known: dict[tuple[int, ...], int] = {}
+    for i, row in enumerate(rows.tolist()):
+        for j in range(t):
+            m = known.setdefault(tuple(row[: j + 1]), number[i, j].item())
+            assert m == number[i, j], "one prefix, two numbers"
+    assert sorted(known.values()) == list(range(len(known))), "the numbers are not 0 to M - 1, one for each"
+    assert number.shape == (n, t) and path.shape == (len(known), t)
+    assert token.shape == position.shape == (len(known),)
+    lengths = [0] * len(known)
+    for prefix, m in known.items():
+        lengths[m] = len(prefix)
+        assert (token[m], position[m]) == (prefix[-1], len(prefix) - 1)
+        assert path[m, : len(prefix)].tolist() == [known[prefix[: j + 1]] for j in range(len(prefix))]
+    assert lengths == sorted(lengths), "a longer one comes before a shorter one"
+
+
+# Log-probs ------------------------------------------------------------------------------------------------------
+
+# The largest logits drawn. Float16 and bfloat16 end soon after. In float32 and float64 nothing ends there, but the
+# result is a difference of two numbers of the logits' size, each rounded: its error is an eps of that size, here 1e-3.
+LARGEST = {torch.float16: 3e4, torch.bfloat16: 1e38, torch.float32: 1e4, torch.float64: 1e13}
+
+
+@st.composite
+def chosen_logits(draw) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [..., V], index [...], weights [...]) of up to three leading dimensions; some tokens are impossible."""
+    dtype = draw(st.sampled_from(list(LARGEST)))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    size = draw(st.integers(1, V))
+    top = draw(st.sampled_from([1.0, 30.0, LARGEST[dtype]]))
+    logits = draw(arrays(np.float64, (*shape, size), elements=st.floats(-top, top)))
+    logits[draw(arrays(np.bool_, logits.shape, elements=st.sampled_from([False, False, False, True])))] = -np.inf
+    # Where no token at all is possible there is no distribution.
+    logits[..., 0] = np.where(np.isinf(logits).all(axis=-1), 0.0, logits[..., 0])
+    index = draw(arrays(np.int64, shape, elements=st.integers(0, size - 1)))
+    weights = draw(arrays(np.float64, shape, elements=st.sampled_from([1.0, -1.0, 0.5, 3.0])))
+    return torch.from_numpy(logits).to(dtype), torch.from_numpy(index), torch.from_numpy(weights).to(dtype)
+
+
+@cases(1000)
+@given(chosen_logits())
+def test_selective_log_softmax_is_scipys_log_softmax_gathered(case):
+    logits, index, weights = case
+    logits.requires_grad_()
+    got = tinylm.selective_log_softmax(logits, index)
+    assert got.dtype == logits.dtype and got.shape == index.shape
+    (gradient,) = torch.autograd.grad(got, logits, weights)
+
+    values, places = logits.detach().double().numpy(), index.numpy()[..., None]
+    every = log_softmax(values, axis=-1) if values.size else values
+    expected = np.take_along_axis(every, places, axis=-1)[..., 0]
+    expected_gradient = -np.exp(every)
+    np.put_along_axis(expected_gradient, places, 1 + np.take_along_axis(expected_gradient, places, -1), axis=-1)
+    expected_gradient *= weights.double().numpy()[..., None]
+
+    eps = torch.finfo(logits.dtype).eps
+    if logits.dtype in (torch.float32, torch.float64):
+        size = np.abs(np.where(np.isinf(values), 0, values)).max(axis=-1, initial=1)
+    else:
+        size = np.maximum(1, np.abs(np.where(np.isinf(expected), 0, expected)))
+    impossible = np.isinf(expected)
+    assert np.array_equal(np.isneginf(got.detach().double().numpy()), impossible)
+    error = np.abs(got.detach().double().numpy()[~impossible] - expected[~impossible])
+    assert (error <= 4 * eps * size[~impossible]).all()
+    if logits.dtype not in (torch.float32, torch.float64):
+        size = np.ones_like(size)  # no probability is larger
+    error = np.abs(gradient.double().numpy() - expected_gradient)
+    assert (error <= 8 * eps * (size * np.abs(weights.double().numpy()))[..., None]).all()
+    # The same again from torch, where its own rounding is no worse than what was allowed above.
+    theirs = torch.nn.functional.log_softmax(logits.detach().double(), dim=-1).gather(-1, index.unsqueeze(-1))
+    assert np.allclose(theirs.squeeze(-1).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+# The tasks ------------------------------------------------------------------------------------------------------
+
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+@st.composite
+def rewards(draw) -> tuple[Tensor, int]:
+    """(rewards [P * G], G). Rewards are finite and, up to 1e6, far from where a square overflows."""
+    p, g = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    element = draw(
+        st.sampled_from(
+            [st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.floats(-1e6, 1e6, width=32), st.just(0.7)]
+        )
+    )
+    values = draw(arrays(np.float32, (p, g), elements=element))
+    values[draw(st.integers(0, p - 1))] = draw(element)  # one group without signal, at least
+    return torch.from_numpy(values).flatten().to(draw(DTYPES)), g
+
+
+@cases(900)
+@given(rewards(), st.booleans(), st.sampled_from([1e-4, 1e-8, 0.1, 1.0]))
+def test_advantages_are_those_of_statistics_and_exactly_zero_without_signal(reference, case, normalize_std, eps):
+    values, g = case
+    before = values.clone()
+    got = reference.group_advantages(values, g, normalize_std, eps)
+    assert got.shape == values.shape and got.dtype == values.dtype and torch.equal(values, before)
+    for group, advantages in zip(values.view(-1, g).tolist(), got.view(-1, g).tolist(), strict=True):
+        if len(set(group)) == 1:
+            assert advantages == [0.0] * g
+            continue
+        mean = statistics.fmean(group)
+        divisor = statistics.pstdev(group) + eps if normalize_std else 1.0
+        rounding = 8 * torch.finfo(values.dtype).eps * max(map(abs, group)) / divisor
+        for value, advantage in zip(group, advantages, strict=True):
+            expected = (value - mean) / divisor
+            assert abs(advantage - expected) <= rounding * (1 + abs(expected)), (value, advantage, expected)
+
+
+@st.composite
+def log_probs(draw) -> tuple[Tensor, Tensor]:
+    """Two of [N, Tr], from -80, below which no token is ever drawn; exp of a difference stays finite in float32."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    low = draw(st.sampled_from([-80.0, -3.0]))
+    pair = draw(arrays(np.float32, (2, *shape), elements=st.floats(low, 0, width=32)))
+    logp, ref_logp = torch.from_numpy(pair).to(draw(DTYPES))
+    return logp.clone().requires_grad_(), ref_logp
+
+
+@cases(900)
+@given(log_probs())
+def test_k3_and_its_gradient(reference, case):
+    logp, ref_logp = case
+    got = reference.k3_kl(logp, ref_logp)
+    assert got.shape == logp.shape and got.dtype == logp.dtype
+    (gradient,) = torch.autograd.grad(got.sum(), logp)
+    eps = torch.finfo(logp.dtype).eps
+    flat = (part.flatten().tolist() for part in (logp, ref_logp, got, gradient))
+    for ours, theirs, value, slope in zip(*flat, strict=True):
+        log_u = theirs - ours
+        rounding = 2 * eps * ((1 + abs(log_u)) * math.exp(log_u) + abs(log_u) + 1)
+        assert abs(value - (math.expm1(log_u) - log_u)) <= rounding
+        assert abs(slope - (-math.expm1(log_u))) <= rounding
+        assert value >= -rounding  # it is never negative, but for rounding
+
+
+class Batch(NamedTuple):
+    """The arguments of `grpo_loss`."""
+
+    logp: Tensor
+    old_logp: Tensor
+    ref_logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    clip: float
+    beta: float
+
+
+@st.composite
+def batches(draw) -> Batch:
+    """Any mask with a one in each row. On padding the log-probs mean nothing, but they are finite, and so is the ratio
+    made of them (a difference below 80): infinity times the mask's 0 would be no number.
+    """
+    shape = n, t = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    mask = draw(arrays(np.float32, shape, elements=st.sampled_from([0.0, 1.0])))
+    mask[np.arange(n), draw(arrays(np.int64, n, elements=st.integers(0, t - 1)))] = 1
+    moved = draw(st.sampled_from([0.5, 4.0, 20.0]))
+    old_logp, ref_logp = draw(arrays(np.float32, (2, *shape), elements=st.floats(-20, 0, width=32)))
+    logp = np.minimum(0, old_logp + draw(arrays(np.float32, shape, elements=st.floats(-moved, moved, width=32))))
+    nothing = draw(arrays(np.float32, (3, *shape), elements=st.floats(-39, 39, width=32)))
+    logps = np.where(mask == 1, np.stack([logp, old_logp, ref_logp]), nothing)
+    advantages = draw(arrays(np.float32, n, elements=st.one_of(st.just(0.0), st.floats(-5, 5, width=32))))
+    dtype = draw(DTYPES)
+    logp, old_logp, ref_logp, advantages, mask = (torch.tensor(part).to(dtype) for part in (*logps, advantages, mask))
+    clip = draw(st.one_of(st.sampled_from([0.2, 1.0, 1000.0]), st.floats(1e-3, 3)))
+    beta = draw(st.one_of(st.sampled_from([0.0, 0.04]), st.floats(0, 10)))
+    return Batch(logp.requires_grad_(), old_logp, ref_logp, advantages, mask, clip, beta)
+
+
+@cases(900)
+@given(batches())
+def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, batch):
+    eps = 200 * torch.finfo(batch.logp.dtype).eps  # 200: exp of a difference of up to 20 multiplies its rounding
+    rows = zip(*(part.tolist() for part in batch[:5]), strict=True)
+    loss = size = clipped_tokens = kl_sum = kl_size = ratio_sum = tokens = 0.0
+    gradient, gradient_size = torch.zeros(2, *batch.logp.shape, dtype=torch.float64)
+    for i, (logp, old_logp, ref_logp, advantage, mask) in enumerate(rows):
+        own = [t for t, one in enumerate(mask) if one]
+        weight = 1 / (len(own) * len(batch.mask))  # first the mean over the response, then over responses
+        for t in own:
+            ratio, log_u = math.exp(logp[t] - old_logp[t]), ref_logp[t] - logp[t]
+            u = math.exp(log_u)
+            kl = math.expm1(log_u) - log_u
+            # Where the ratio is on an edge, rounding decides on which side it is.
+            assume(all(abs(ratio - edge) > 2 * eps * ratio for edge in (1 - batch.clip, 1 + batch.clip)))
+            too_good = advantage > 0 and ratio > 1 + batch.clip
+            too_bad = advantage < 0 and ratio < 1 - batch.clip
+            held = 1 + batch.clip if too_good else 1 - batch.clip if too_bad else ratio
+            loss -= weight * (held * advantage - batch.beta * kl)
+            size += weight * (held * abs(advantage) + batch.beta * (u + abs(log_u) + 1))
+            gradient[i, t] = -weight * ((ratio * advantage if held == ratio else 0) - batch.beta * (1 - u))
+            gradient_size[i, t] = weight * (ratio * abs(advantage) + batch.beta * (1 + u))
+            clipped_tokens, tokens = clipped_tokens + (held != ratio), tokens + 1
+            kl_sum, kl_size, ratio_sum = kl_sum + kl, kl_size + u + abs(log_u) + 1, ratio_sum + ratio
+
+    got, metrics = reference.grpo_loss(*batch)
+    assert got.shape == () and abs(got.item() - loss) <= eps * size
+    (got_gradient,) = torch.autograd.grad(got, batch.logp)
+    assert ((got_gradient.double() - gradient).abs() <= eps * gradient_size).all()
+    assert set(metrics) == {"clip_fraction", "kl", "ratio"}
+    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+    assert metrics["clip_fraction"].item() == pytest.approx(clipped_tokens / tokens, abs=1e-6)
+    assert abs(metrics["kl"].item() - kl_sum / tokens) <= eps * kl_size / tokens
+    assert abs(metrics["ratio"].item() - ratio_sum / tokens) <= eps * ratio_sum / tokens
+
+
+# pass@k ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def counted(draw) -> tuple[int, np.ndarray, int]:
+    n = draw(st.one_of(st.integers(1, 30), st.integers(1, 10_000)))
+    k = draw(st.one_of(st.integers(1, min(n, 64)), st.integers(1, n)))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=2)))
+    dtype = draw(st.sampled_from([np.int32, np.int64, np.uint16]))
+    return n, draw(arrays(dtype, shape, elements=st.integers(0, n))), k
+
+
+@cases(700)
+@given(counted())
+def test_pass_at_k_is_a_ratio_of_binomials(case):
+    n, c, k = case
+    got = passk.pass_at_k(n, c, k)
+    every = math.comb(n, k)
+    expected = np.array([1 - math.comb(n - right, k) / every for right in c.flatten().tolist()]).reshape(c.shape)
+    assert got.shape == c.shape
+    assert (abs(got - expected) <= 3e-16 * n).all() and (got >= 0).all() and (got <= 1).all()
+
+
+@cases(300)
+@given(st.integers(-2, 9), st.lists(st.one_of(st.integers(-2, 11), st.floats(-1, 9)), min_size=1), st.integers(-2, 11))
+def test_pass_at_k_refuses_all_else(n, c, k):
+    if 1 <= k <= n and all(isinstance(right, int) and 0 <= right <= n for right in c):
+        assert passk.pass_at_k(n, np.array(c), k).shape == (len(c),)
+    else:
+        with pytest.raises(ValueError):
+            passk.pass_at_k(n, np.array(c), k)
+
+
+# run.py: numbers and CSVs ---------------------------------------------------------------------------------------
+
+NO_NUMBERS = ["", " ", "x", "--", "1 2", "1.2.3", "0x1F", "1e", "é", "1,5", "½", "\udcff", "\n", "9" * 5000 + "x"]
+
+
+@st.composite
+def number_texts(draw, kind: type) -> tuple[str, float | None]:
+    """A text and the number that it is, or None."""
+    blank = draw(st.sampled_from(["", " ", "\n", "\u2028"]))
+    whole = st.one_of(st.integers(-20, 20), st.integers(-(10**20), 10**20))
+    drawn = draw(st.one_of(whole, st.floats(), st.sampled_from(NO_NUMBERS)))
+    if isinstance(drawn, str):
+        return drawn, None
+    if kind is int and isinstance(drawn, float):
+        return f"{blank}{drawn!r}{blank}", None
+    return f"{blank}{drawn!r}{blank}", None if math.isnan(drawn) else drawn
+
+
+@cases(1000)
+@given(st.data(), st.sampled_from([int, float]), st.integers(-20, 20), st.integers(0, 10**7), st.booleans())
+def test_number_takes_what_lies_in_its_bounds(data, kind, low, width, above):
+    text, value = data.draw(number_texts(kind))
+    convert = run.number(kind, low, low + width, above)
+    if value is not None and low <= value <= low + width and not (above and value == low):
+        got = convert(text)
+        assert type(got) is kind and got == value
+    else:
+        with pytest.raises(argparse.ArgumentTypeError) as refused:
+            convert(text)
+        assert repr(text) in str(refused.value) and len(str(refused.value).splitlines()) == 1
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def as_run(flags: list[str], stop: int, values: list[float]) -> run.Run:
+    """A whole run with these flags, ended after iteration `stop`; its numbers are `values`, again and again."""
+    args = run.build_parser().parse_args(flags)
+    endless = (value for _ in range(10**6) for value in values)
+    history = []
+    for i in range(min(stop, args.iters) + 1):
+        evaluated = i % args.eval_every == 0 or i == args.iters
+        names = (run.METRICS if i else []) + (run.EVALUATED if evaluated else [])
+        history.append({"iteration": i} | {name: next(endless) for name in names})
+    return run.Run("saved", run.settings_of(args), history)
+
+
+def write(saved: run.Run, path: Path) -> None:
+    iters = int(saved.settings[0].removeprefix("--iters "))
+    run.write_csv(saved, len(saved.history) <= iters, path)
+
+
+def assert_whole(got: run.Run) -> None:
+    """Every number that a run with these settings writes is there, and finite; no others are."""
+    iters, every = (
+        int(next(word.split()[1] for word in got.settings if word.startswith(flag)))
+        for flag in ("--iters ", "--eval-every ")
+    )
+    assert 2 <= len(got.history) <= iters + 1
+    for i, row in enumerate(got.history):
+        names = {"iteration", *(run.METRICS if i else []), *(run.EVALUATED if i % every == 0 or i == iters else [])}
+        assert row.keys() == names and row["iteration"] == i
+        assert all(map(math.isfinite, row.values())), row
+
+
+@st.composite
+def flags_of_a_run(draw) -> list[str]:
+    flags = ["--iters", str(draw(st.integers(1, 6))), "--eval-every", str(draw(st.integers(1, 4)))]
+    flags += draw(st.sampled_from([[], ["--no-std"], ["--device", "cuda:1"], ["--seed", str(2**63 - 1)]]))
+    return [*flags, "--lr", repr(draw(st.floats(1e-300, 1e6)))]
+
+
+@cases(300)
+@given(flags_of_a_run(), st.integers(1, 6), st.lists(FINITE, min_size=1, max_size=5))
+def test_csv_is_read_as_it_was_written(tmp_path, flags, stop, values):
+    saved = as_run(flags, stop, values)
+    write(saved, tmp_path / "saved.csv")
+    got = run.read_csv(tmp_path / "saved.csv")
+    assert got == saved
+    assert_whole(got)
+
+
+CELLS = ["", "nan", "inf", "-inf", "1e400", "0", "1", "-1", "2.5", "x", '"', '"1"', " 1", "1_0", "٣", "0" * 200_000]
+WORDS = ["--help", "-h", "--iters", "--redraw", "--out", "--no-std", "--", "-1", "2", "0", "nan", "cpu", "é", "--lr="]
+
+
+@st.composite
+def damaged_csvs(draw) -> bytes:
+    """A run's CSV after up to three edits: of a byte, a line, a cell or a word of its settings."""
+    data = draw(st.sampled_from(draw(st.just(WRITTEN))))
+    for kind in draw(st.lists(st.sampled_from(["byte", "line", "cell", "word"]), max_size=3)):
+        if kind == "byte":
+            place = draw(st.integers(0, len(data)))
+            new = draw(st.one_of(st.binary(max_size=2), st.sampled_from([b",", b"\n", b'"', b"#", b"-", b"\xff"])))
+            data = data[:place] + new + data[place + draw(st.integers(0, 2)) :]
+            continue
+        lines = data.split(b"\n")
+        place = draw(st.integers(0, len(lines) - 1))
+        if kind == "line":
+            lines[place : place + draw(st.integers(0, 2))] = draw(st.lists(st.sampled_from(lines), max_size=2))
+        else:
+            mark = b"," if kind == "cell" else b" "
+            place = place if kind == "cell" else 0
+            cells = lines[place].split(mark)
+            cell = draw(st.integers(0, len(cells) - 1))
+            new = draw(st.lists(st.sampled_from(CELLS if kind == "cell" else WORDS), min_size=1, max_size=2))
+            cells[cell : cell + draw(st.integers(0, 1))] = [text.encode() for text in new]
+            lines[place] = mark.join(cells)
+        data = b"\n".join(lines)
+    return data
+
+
+def written() -> list[bytes]:
+    """The CSVs that are then damaged: a whole run, one that was stopped, and one evaluated at every iteration."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.csv"
+        texts = []
+        for flags, stop in (
+            (["--iters", "4", "--eval-every", "3"], 4),
+            (["--iters", "9", "--eval-every", "3", "--no-std"], 4),
+            (["--iters", "2", "--eval-every", "1", "--lr", "1e-3"], 2),
+        ):
+            write(as_run(flags, stop, [0.125, 0.5, 1e-05]), path)
+            texts.append(path.read_bytes())
+    return texts
+
+
+WRITTEN = written()
+
+
+@cases(1500)
+@given(damaged_csvs())
+def test_damaged_csv_is_a_whole_run_or_a_value_error_of_one_line(tmp_path, data):
+    path = tmp_path / "damaged.csv"
+    path.write_bytes(data)
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            got = run.read_csv(path)
+        except ValueError as error:
+            got = None
+            assert len(str(error).splitlines()) == 1 and str(path) in str(error)
+    assert out.getvalue() == err.getvalue() == ""
+    if got:
+        assert got.name == "damaged"
+        assert_whole(got)
+
+
+# The command lines ----------------------------------------------------------------------------------------------
+
+
+class Accepted(BaseException):
+    """Raised where a command would begin its work: it has taken its flags. No `except` of a command's catches it."""
+
+
+def accept(*_, **__):
+    raise Accepted
+
+
+class Tool(NamedTuple):
+    """A command, the functions at which its work begins, and command lines that it takes."""
+
+    module: ModuleType
+    work: list[tuple[object, str]]
+    good: list[str]
+
+
+TOOLS = {
+    "run.py": Tool(
+        run,
+        [(tinylm, "load_or_train_sft"), (run, "redraw")],
+        ["--out new.png", "--iters 3 --versus run.csv --lr 1e-3", "--redraw run.csv run.csv --out new.svg"],
+    ),
+    "passk.py": Tool(passk, [(tinylm, "problems")], ["--grpo sft.pt", "--grpo sft.pt --n 128 --out new.pdf"]),
+    "grade.py": Tool(
+        grade,
+        [(grade, "prepare_exam"), (grade, "grade_one")],
+        ["submissions --out new.csv", "submissions/a.py --results new.json", "submissions --out grades.csv --resume"],
+    ),
+    "release.py": Tool(release, [(release, "first_difference")], ["--gradescope", "--out new.zip --with-solutions"]),
+    "audit.py": Tool(audit, [(audit, "audit"), (audit, "work")], ["--only task4", "--list", "--full --jobs 2"]),
+    "calibrate.py": Tool(
+        calibrate, [(tinylm, "load_or_train_sft"), (multiprocessing, "get_context")], ["--jobs 2", "--grpo-seeds 5"]
+    ),
+    "bench.py": Tool(bench, [(tinylm, "load_or_train_sft")], ["--quick --repeats 1", "--busy"]),
+    "guide.py": Tool(
+        guide,
+        [(guide, "run"), (guide, "unmet"), (subprocess, "run")],
+        ["--requirements", "--install --run", "--run --out pictures"],
+    ),
+}
+STEMS = [
+    "new",
+    "run",
+    "grades",
+    "damaged",
+    "big",
+    "binary",
+    "foreign",
+    "sft",
+    "folder",
+    "submissions",
+    "tinylm_sft",
+    "é",
+]
+STEMS += ["", "..", "a\nb", "-", "\udcff", "x" * 250, "x" * 300]  # beside the last but one, one more letter is too much
+ENDINGS = ["", ".png", ".svg", ".csv", ".pt", ".zip", ".json"]
+ODD = [
+    "",
+    "-",
+    "--",
+    "=",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "-0",
+    "1.5",
+    "1_0",
+    "1e3",
+    "0x10",
+    "٣",
+    "³",
+    "9" * 30,
+    "9" * 5000,
+]
+ODD += ["x" * 5000, "%s", "%(prog)s", "{}", "a b", "a\nb", "..", "cpu", "cpu:1", "cuda", "meta", "mps", "@x"]
+# No "/", so that a name drawn stays in the test's folder; and no NUL, which no system passes to a program. "\udcff" is
+# how Python passes on a byte that is not UTF-8.
+CHARACTERS = "ab17.,-=_ \t\n\r\x1b\x85\u2028é٣λ😀'\"%$*@#:\udcff"
+
+
+def command_lines(tool: Tool, flags: list[tuple[str, str]]) -> st.SearchStrategy[list[str]]:
+    """A good command line or none, then up to six flags, with and without a value, or values without a flag.
+
+    Mostly it is one or two: of many, one is nearly always wrong, and the others are not looked at.
+    """
+    name = st.tuples(st.sampled_from(["", "", "", "folder/", "no/"]), st.sampled_from(STEMS), st.sampled_from(ENDINGS))
+    number = st.one_of(st.integers(-3, 1000), st.integers(), st.floats()).map(repr)
+    word = st.one_of(name.map("".join), st.sampled_from(ODD), number, st.text(CHARACTERS, max_size=6))
+    wrong = [(flag, "N") for flag in ("--wrong", "-x", "--iter", "--no-std=1")]
+    flag = st.sampled_from([*flags, *flags, *wrong])
+    a_file = ("FILE", "FOLDER", "CSV")
+    pair = flag.flatmap(lambda f: st.tuples(st.just(f[0]), name.map("".join) if f[1].startswith(a_file) else word))
+    alone = st.one_of(flag.map(lambda f: (f[0],)), st.tuples(word), pair.map("=".join).map(lambda text: (text,)))
+    pieces = st.sampled_from([1, 1, 1, 2, 2, 3, 6]).flatmap(lambda n: st.lists(st.one_of(pair, alone), max_size=n))
+    return st.tuples(st.sampled_from([*tool.good, *tool.good, ""]), pieces).map(
+        lambda drawn: drawn[0].split() + [text for piece in drawn[1] for text in piece]
+    )
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]]:
+    """Call a command, up to where its work begins, in a folder with files of all kinds: (status, stdout, stderr)."""
+    folder = tmp_path / "here"
+    for name in ("folder", "submissions", "folder.png"):
+        (folder / name).mkdir(parents=True)
+    (folder / "submissions" / "a.py").write_text("x = 1\n", encoding="utf-8")
+    (folder / "run.csv").write_bytes(WRITTEN[0])
+    (folder / "damaged.csv").write_bytes(WRITTEN[0][:-20])
+    (folder / "grades.csv").write_text("name,task1,total\n", encoding="utf-8")
+    (folder / "big.csv").write_text(f"name,task1,total\n{'x' * 200_000},1,2\n", encoding="utf-8")
+    (folder / "binary.csv").write_bytes(bytes(range(256)))
+    for name in ("foreign.png", "foreign.zip", "damaged.pt"):
+        (folder / name).write_bytes(b"not what the name says")
+    tinylm.save_checkpoint(tinylm.TinyLM(), folder / "sft.pt")
+    before = sorted(folder.rglob("*"))
+
+    (tmp_path / "locks").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "locks"))
+    monkeypatch.setitem(sys.modules, "grpo", reference)
+    monkeypatch.delattr(grade.signal, "SIGTERM")  # so that grade.py leaves this process's handler as it is
+    monkeypatch.delenv("RL_SOLUTIONS", raising=False)
+    monkeypatch.delenv("LAB_STEPS", raising=False)
+    monkeypatch.chdir(folder)
+
+    def call(name: str, arguments: list[str]) -> tuple[int, str, str]:
+        # As a terminal has them: what is not UTF-8 is escaped on stderr, and an error on stdout.
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors, "") for errors in ("strict", "backslashreplace")]
+        with monkeypatch.context() as patch, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            for owner, function in TOOLS[name].work:
+                patch.setattr(owner, function, accept)
+            patch.setattr(sys, "argv", [name, *arguments])
+            patch.setattr(sys, "path", list(sys.path))
+            try:
+                status = TOOLS[name].module.main() or 0
+            except Accepted:
+                status = 0
+            except SystemExit as stop:
+                status = stop.code or 0
+        out, err = (stream.detach() for stream in streams if not stream.flush())
+        assert sorted(folder.rglob("*")) == before, "files were left, or are gone"
+        return status, out.getvalue().decode(), err.getvalue().decode()
+
+    return call
+
+
+def flags_in_help(call, name: str) -> list[tuple[str, str]]:
+    """What the tool says that its flags are, each with what its value is called, if it has one: ("--out", "FILE")."""
+    status, text, _ = call(name, ["--help"])
+    assert status == 0
+    return sorted({("--worker", ""), *re.findall(r"(?<!\w)(--?[a-zA-Z][\w-]*)(?: ([A-Z]+))?", text)})
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_good_command_lines_are_taken(call, name):
+    for line in TOOLS[name].good:
+        assert call(name, line.split())[::2] == (0, ""), line
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_any_command_line_is_taken_or_refused_in_one_line(call, name):
+    flags = flags_in_help(call, name)
+
+    @cases(350)
+    @given(command_lines(TOOLS[name], flags))
+    def taken_or_refused(arguments):
+        status, _, stderr = call(name, arguments)
+        if status:
+            assert status == 2 and stderr.startswith(f"{name}: ") and stderr.endswith("\n")
+            assert len(stderr.splitlines()) == 1, stderr
+        else:
+            assert stderr == ""
+
+    taken_or_refused()
+
+
+@cases(100)
+@given(st.one_of(st.sampled_from(ODD), st.integers(-3, 300).map(str), st.text(CHARACTERS, max_size=5)))
+def test_the_guides_steps_are_a_whole_number_or_refused_in_one_line(call, text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAB_STEPS", text)
+        status, _, stderr = call("guide.py", ["--requirements"])
+    assert (status, stderr.count("\n")) in ((0, 0), (2, 1))
+    assert status == 0 or "LAB_STEPS" in stderr
