@@ -28,7 +28,7 @@ def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
     first, *_, last = (row for row in history if "entropy" in row)
     _, held_out = tinylm.problems()
     wrong_before, wrong_after = (1 - tinylm.success_probability(p, held_out).double() for p in (sft, model))
-    start, end = history[1 : LAST + 1], history[-LAST:]
+    start, end = history[1:][:LAST], history[1:][-LAST:]
 
     def ahead(k: int) -> float:
         return (wrong_before**k - wrong_after**k).mean().item()

@@ -62,6 +62,8 @@ COLUMNS = {  # in the tables: the key in an answer -> (heading, name of the figu
     "zero": ("zero-signal", f"zero-signal groups, last {LAST} iterations"),
     "kl": ("KL", "k3 KL after, nats per token"),
     "pass64": ("pass@64 - SFT", "pass@64, GRPO - SFT"),
+    "lowest": ("lowest sampled", "lowest sampled accuracy at any evaluation"),
+    "train_kl": ("KL in training", "mean KL of the loss over all iterations"),
 }
 Means = dict[str, dict[str, float]]  # variant -> column -> mean over the seeds
 
@@ -77,7 +79,218 @@ class Experiment(NamedTuple):
     holds: str  # what the answer claims, as a Python expression of the same names: checked whenever it is written
 
 
-EXPERIMENTS: list[Experiment] = []
+EXPERIMENTS = [
+    Experiment(
+        "reuse",
+        "Eight inner steps, with the clip and without",
+        ["reuse", "noclip"],
+        """
+        Eight steps on each batch do not learn more than two: greedy accuracy ends at {reuse[greedy]:.2f} with the clip
+        and {noclip[greedy]:.2f} without, where two steps reach {default[greedy]:.2f}. What the clip buys does not show
+        in where the runs end, which overlaps from seed to seed, but on the way: without it the KL of training is
+        {noclip[train_kl]:.2f} on average instead of {reuse[train_kl]:.2f}, and the sampled accuracy falls to
+        {noclip[lowest]:.2f} before it recovers, where with the clip it never goes below {reuse[lowest]:.2f}. So it is
+        insurance against a batch that is followed too far, and the textbook's collapse is here only a dent.
+        """,
+        """
+        Full marks for reading KL and greedy accuracy off both pictures and for saying that one seed cannot tell the two
+        apart; none for 'without the clip it collapses' where the student's own picture does not show it.
+        """,
+        """
+        reuse['greedy'] < default['greedy'] - 0.02 and noclip['greedy'] < default['greedy'] - 0.02 and
+        abs(reuse['sampled'] - noclip['sampled']) < 0.1 and
+        noclip['train_kl'] > 1.5 * reuse['train_kl'] and noclip['lowest'] < reuse['lowest'] - 0.05
+        """,
+    ),
+    Experiment(
+        "pairs",
+        "Groups of two, as many samples",
+        ["pairs"],
+        """
+        With G = 2 the share of groups without signal at the end is {pairs[zero]:.2f}, against {default[zero]:.2f} with
+        G = 8, as p^2 + (1 - p)^2 says. All the same the run does not learn less: sampled accuracy ends at
+        {pairs[sampled]:.2f} against {default[sampled]:.2f}. Sixty-four prompts instead of sixteen make up for it: there
+        are four times as many groups, and what counts is how many different problems give a signal, not which share of
+        the groups does.
+        """,
+        """
+        The formula or an equal argument for the share is needed; so is the observation that the accuracy does not
+        suffer. A student who predicts a loss from the share alone has stopped before looking.
+        """,
+        """
+        pairs['zero'] > default['zero'] + 0.2 and pairs['sampled'] > default['sampled'] - 0.03
+        """,
+    ),
+    Experiment(
+        "nostd",
+        "Mean only, as in Dr. GRPO",
+        ["nostd"],
+        """
+        Dividing by the std makes groups louder whose rewards are nearly all equal: with one right answer of eight the
+        std is 0.33, with four 0.5, so the very easy and the very hard problems gain by half. Here that does not matter:
+        {nostd[sampled]:.2f} sampled and {nostd[greedy]:.2f} greedy without the std, {default[sampled]:.2f} and
+        {default[greedy]:.2f} with it. Adam divides by the size of the gradient in any case, so a common factor is lost,
+        and only the weights of groups against each other differ.
+        """,
+        """
+        The point is which groups: those near 0 or G right. 'All advantages get smaller' is true and worth half.
+        """,
+        """
+        abs(nostd['sampled'] - default['sampled']) < 0.05
+        """,
+    ),
+    Experiment(
+        "leash",
+        "No leash, strong leash",
+        ["noleash", "leash"],
+        """
+        Without the KL term the run ends where the default does, {noleash[sampled]:.2f} against {default[sampled]:.2f},
+        and not much further from the reference (KL {noleash[kl]:.2f} against {default[kl]:.2f}): 0.04 is a leash that
+        hardly pulls. With 0.5 the policy stays closer, at {leash[kl]:.2f}, and pays with accuracy:
+        {leash[sampled]:.2f}. A verifier that cannot be fooled makes the leash a cost without a benefit; with a learned
+        reward it would be what keeps the policy from exploiting it.
+        """,
+        """
+        Both runs must be compared with the default in KL and in accuracy; the last thought, why one wants a leash at
+        all, is worth a bonus.
+        """,
+        """
+        leash['kl'] < default['kl'] - 0.02 and leash['sampled'] < default['sampled'] - 0.02 and abs(noleash['sampled'] -
+        default['sampled']) < 0.05
+        """,
+    ),
+    Experiment(
+        "cold",
+        "Temperature 0.5",
+        ["cold"],
+        """
+        At temperature 0.5 the policy is sharper from the start, so groups agree more often: without signal are
+        {cold[zero]:.2f} of them at the end, against {default[zero]:.2f}. Where it goes well its accuracy is higher,
+        since it is that of the sharper policy, but it does not always go well: the mean is {cold[sampled]:.2f}, and the
+        table shows how low the worst seed ends. A step of the same size in the logits is twice as large in logits /
+        0.5, so to be colder is also to have a higher learning rate.
+        """,
+        """
+        Wanted: more zero-signal groups, with the reason. Comparing the two sampled accuracies without noticing that
+        they belong to different policies costs half.
+        """,
+        """
+        cold['zero'] > default['zero'] + 0.05
+        """,
+    ),
+    Experiment(
+        "rate",
+        "The learning rate, a third and three times",
+        ["slow", "fast"],
+        """
+        A third of the rate is slower and safe: {slow[sampled]:.2f} sampled after 300 iterations against
+        {default[sampled]:.2f}, with {slow[greedy]:.2f} greedy. Three times the rate wrecks the policy:
+        {fast[sampled]:.2f} sampled and {fast[greedy]:.2f} greedy on average, and pass@64 falls by {fast[pass64]:.2f},
+        so answers are lost that the starting policy had. The KL tells first: it leaves the range of the default run (at
+        the end {fast[kl]:.2f} against {default[kl]:.2f}) while the reward still looks like noise.
+        """,
+        """
+        KL, or the clip fraction, as the early sign earns full marks; 'the accuracy falls' is late, and half.
+        """,
+        """
+        slow['sampled'] < default['sampled'] and fast['sampled'] < default['sampled'] - 0.2 and fast['kl'] > 2 *
+        default['kl']
+        """,
+    ),
+    Experiment(
+        "group",
+        "The group size",
+        ["G4", "G16"],
+        """
+        Per iteration more answers are better: {G4[sampled]:.2f}, {default[sampled]:.2f} and {G16[sampled]:.2f} sampled
+        for G = 4, 8 and 16, and the share of groups without signal falls from {G4[zero]:.2f} to {G16[zero]:.2f}. Per
+        answer sampled that is dear: G = 16 draws twice as many as G = 8. More prompts in smaller groups do at least as
+        well at an equal number of answers: 64 prompts with G = 2 end at {pairs[sampled]:.2f}.
+        """,
+        """
+        Two axes are asked for, iterations and answers; an answer that keeps them apart is right even if it finds the
+        difference too small to call.
+        """,
+        """
+        G4['sampled'] < default['sampled'] < G16['sampled'] and G16['zero'] < G4['zero']
+        """,
+    ),
+    Experiment(
+        "prompts",
+        "The number of prompts",
+        ["P4", "P64"],
+        """
+        Both change: with 4 prompts an iteration the curves jump and end low, at {P4[sampled]:.2f}, because a step then
+        follows 32 answers to four problems and undoes part of what the others had; with 64 they are smooth and reach
+        {P64[sampled]:.2f}. The number of optimizer steps is the same in all three, so what the larger batch buys is
+        steps in a better direction, at four times the samples. Noise is not harmless: with the same rate, a noisier
+        gradient ends lower, not merely less smoothly.
+        """,
+        """
+        Whoever says that the noise goes first and the mean stays should be asked to look again at 4 prompts.
+        """,
+        """
+        P4['sampled'] < default['sampled'] - 0.05 and P64['sampled'] > default['sampled'] + 0.03
+        """,
+    ),
+    Experiment(
+        "long",
+        "A thousand iterations",
+        ["long"],
+        """
+        It climbs on, but slowly: {long[sampled]:.2f} after 1,000 iterations against {default[sampled]:.2f} after 300.
+        The groups without signal show what slows it down: {long[zero]:.2f} of them teach nothing at the end, against
+        {default[zero]:.2f} after 300. Some seeds lose ground again on the way, and pass@64 ends {long[pass64]:+.3f}
+        from the starting policy: what the policy no longer tries, it cannot learn from.
+        """,
+        """
+        The zero-signal curve is the one to name; entropy is accepted with a reason.
+        """,
+        """
+        long['zero'] > default['zero'] + 0.1
+        """,
+    ),
+    Experiment(
+        "estimator",
+        "k1 and k2 in the loss",
+        ["leash", "k1_leash", "k2_leash", "k1", "k2"],
+        """
+        The gradient of k1 with respect to logp is 1 for every token, and the mean of a constant times the gradient of
+        logp is zero: k1 in the loss is noise, not a leash, and with beta = 0.5 the KL ends at {k1_leash[kl]:.2f} where
+        k3 holds it at {leash[kl]:.2f}. k2 does pull, more gently than k3: KL {k2_leash[kl]:.2f}; its gradient is that
+        of the divergence itself, KL(pi || pi_ref), and k3's, 1 - u, is in the mean that of KL(pi_ref || pi). With beta
+        = 0.04 the three cannot be told apart: {k1[sampled]:.2f}, {k2[sampled]:.2f} and {default[sampled]:.2f} sampled.
+        """,
+        """
+        The gradient of k1 is the point; 'k1 can be negative' is true, but not the reason.
+        """,
+        """
+        k1_leash['kl'] > leash['kl'] + 0.04 and leash['kl'] < k2_leash['kl'] < k1_leash['kl']
+        """,
+    ),
+    Experiment(
+        "passk",
+        "pass@k without a leash",
+        ["noleash"],
+        """
+        No: at k = 64 the run without a leash is {noleash[pass64]:+.3f} from the starting policy, the default run
+        {default[pass64]:+.3f}. Both differences are smaller than their spread over seeds, and a leash of 0.04 hardly
+        differs from none. Answers are lost where a policy is moved violently, by three times the rate say, not where
+        the KL term is missing.
+        """,
+        """
+        Accept any answer that compares the difference with the band in the picture and stops there.
+        """,
+        """
+        abs(noleash['pass64'] - default['pass64']) < 0.01
+        """,
+    ),
+]
+
+
+def one_line(text: str) -> str:
+    """The text without its line breaks and indentation."""
+    return " ".join(text.split())
 
 
 def command(variant: str) -> str:
@@ -223,8 +436,14 @@ def is_there(variant: str, seed: int) -> bool:
 
 
 def read(variant: str, seeds: int) -> list[dict]:
-    """The results of a variant, seed by seed."""
-    return [json.loads(path_of(variant, seed).read_text(encoding="utf-8")) for seed in range(seeds)]
+    """The results of a variant, seed by seed, with two more figures of the way there."""
+    results = [json.loads(path_of(variant, seed).read_text(encoding="utf-8")) for seed in range(seeds)]
+    for result in results:
+        history = result["history"]
+        lowest = min(row["sampled_accuracy"] for row in history if "entropy" in row)
+        result["figures"]["lowest sampled accuracy at any evaluation"] = lowest
+        result["figures"]["mean KL of the loss over all iterations"] = fmean(row["kl"] for row in history[1:])
+    return results
 
 
 def table(variants: list[str], results: dict[str, list[dict]]) -> list[str]:
@@ -310,8 +529,9 @@ INTRO = """# The answer key
 Written by `python solutions/experiments.py`. Each figure is the mean over {seeds} seeds (lowest to highest). A seed is
 that of the starting policy and of GRPO alike, so the runs of one seed begin at the same policy; the last column of a
 table is the mean of the differences to the default run, seed by seed. The KL is the mean k3, in nats per token, of the
-trained policy on the held-out problems; the share of groups without signal is that of the last {last} iterations. In
-the pictures a line is the mean, the band goes from the lowest seed to the highest, and the KL is what the loss uses.
+trained policy on the held-out problems; the share of groups without signal is that of the last {last} iterations;
+"lowest sampled" is that of all 31 evaluations, and "KL in training" the mean over all iterations of what the loss uses.
+In the pictures a line is the mean, and the band goes from the lowest seed to the highest.
 
 ## What the default run does to the answers"""
 
@@ -329,14 +549,14 @@ def write(seeds: int) -> list[str]:
     ]
     for experiment in EXPERIMENTS:
         variants = ["default", *experiment.variants]
-        if not eval(experiment.holds, {"__builtins__": {"abs": abs}}, means):
+        if not eval(one_line(experiment.holds), {"__builtins__": {"abs": abs}}, means):
             failed.append(experiment.name)
         image = FOLDER / f"{experiment.name}.png"
         with whole_file(image) as temporary:
             picture(variants, results, temporary)
         lines += ["", f"## {experiment.title}", "", *table(variants, results), ""]
         lines += [f"![{experiment.title}]({image.relative_to(HERE).as_posix()})", ""]
-        lines += [experiment.answer.format(**means), "", f"*Marking:* {experiment.hint}"]
+        lines += [one_line(experiment.answer).format(**means), "", f"*Marking:* {one_line(experiment.hint)}"]
     with whole_file(OUT) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return failed

@@ -224,6 +224,8 @@ def table(path: Path) -> frozenset:
 def picture(path: Path):
     from PIL import Image  # noqa: PLC0415  which matplotlib needs, so it is there
 
+    if not path.read_bytes().endswith(b"IEND\xaeB`\x82"):  # pillow does without the end of a PNG
+        raise ValueError("the end is missing")
     with Image.open(path) as image:
         return image.size, image.convert("RGBA").tobytes()  # which decodes all of it
 
@@ -403,8 +405,11 @@ def watch(victim: Victim, start: int, folder: Path, variables: dict[str, str]) -
             raise RuntimeError(f"{victim.name} fails although nobody kills it: {'; '.join(faults)}\n{printed(output)}")
     if not victim.right:
         done = finished(contents(folder))
-        victim.right = {name: read(folder / name) for name in done}
-        victim.starts = victim.starts_of(done)
+        try:
+            victim.right = {name: read(folder / name) for name in done}
+            victim.starts = victim.starts_of(done)
+        except Exception as error:  # of many types
+            raise RuntimeError(f"{victim.name} leaves files that are not in order, although nobody kills it") from error
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Everything on one device: the lab runs on a pretended accelerator on which a tensor left behind on the CPU is an error.
+"""Everything on one device: on a pretended accelerator, a tensor that was left behind on the CPU is an error.
 
 The tensors of the pretended device say that they are on "mps", and compute on the CPU. An operation that mixes them
 with tensors on the CPU fails as it would on a real accelerator, where only copies and indices may cross, and tensors

@@ -607,7 +607,11 @@ def command_lines(tool: Tool, flags: list[tuple[str, str]]) -> st.SearchStrategy
 
     Mostly it is one or two: of many, one is nearly always wrong, and the others are not looked at.
     """
-    name = st.tuples(st.sampled_from(["", "", "", "folder/", "no/"]), st.sampled_from(STEMS), st.sampled_from(ENDINGS))
+    name = st.tuples(
+        st.sampled_from(["", "", "", "folder/", "no/", "x" * 300 + "/"]),
+        st.sampled_from(STEMS),
+        st.sampled_from(ENDINGS),
+    )
     number = st.one_of(st.integers(-3, 1000), st.integers(), st.floats()).map(repr)
     word = st.one_of(name.map("".join), st.sampled_from(ODD), number, st.text(CHARACTERS, max_size=6))
     wrong = [(flag, "N") for flag in ("--wrong", "-x", "--iter", "--no-std=1")]

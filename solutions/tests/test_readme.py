@@ -94,7 +94,7 @@ def test_the_sentences_under_what_you_should_see(fresh):
 def commands() -> list[list[str]]:
     """Every command of the README that starts run.py or passk.py, in words."""
     found = re.findall(r"python ((?:run|passk)\.py[^`\n#]*)", README)
-    return [shlex.split(line.split("&&")[0]) for line in found]
+    return [shlex.split(line.split("&&")[0]) for line in found if "--help" not in line]
 
 
 def test_every_command_of_the_readme_is_one():

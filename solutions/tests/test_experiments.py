@@ -1,0 +1,146 @@
+"""experiments.py: what it measures, that it goes on where it stopped, that an answer that does not hold is reported."""
+
+import json
+import sys
+from statistics import fmean
+
+import experiments
+import pytest
+import torch
+
+import tinylm
+
+
+@pytest.mark.parametrize(
+    ("right", "text", "name"),
+    [
+        (85, "85$", ""),
+        (85, "75$", "10 too small"),
+        (85, "95$", "10 too large"),
+        (185, "85$", "100 too small"),
+        (85, "185$", "100 too large"),
+        (85, "84$", "off by 1"),
+        (85, "94$", "off by 9 or 11"),
+        (85, "74$", "off by 9 or 11"),
+        (85, "33$", "other"),
+        *((85, text, "not a number, or not ended") for text in ("85", "8_5$", "$", "085$", "+85$", "8555")),
+    ],
+)
+def test_mistakes_have_names(right, text, name):
+    assert experiments.mistake(right, text) == name
+
+
+def test_kinds_of_problems_are_complete_and_disjoint():
+    prompts = tinylm.encode(["12+34=", "18+25=", "60+40=", "99+99=", "90+15=", "45+54="])
+    kinds = experiments.kinds(prompts)
+    assert kinds == {"no carry, two digits": [0, 5], "carry, two digits": [1], "three digits": [2, 3, 4]}
+
+
+def test_what_a_policy_answers_adds_up(sft):
+    anatomy = experiments.anatomy(sft, samples=4)
+    _, prompts = tinylm.problems()
+    p = tinylm.success_probability(sft, prompts)
+    sizes = {kind: len(rows) for kind, rows in experiments.kinds(prompts).items()}
+    mean = sum(anatomy["kinds"][kind] * n for kind, n in sizes.items()) / len(prompts)
+    assert mean == pytest.approx(p.mean().item(), abs=1e-5)
+    # 2,000 samples: a standard error of about a point
+    assert sum(anatomy["mistakes"].values()) == pytest.approx(1 - mean, abs=0.05)
+
+
+def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(sft):
+    other = tinylm.train_sft(seed=1, target=0.01)
+    assert experiments.kl_to(sft, sft, 1.0, samples=1) == pytest.approx(0, abs=1e-6)
+    assert experiments.kl_to(sft, other, 1.0, samples=1) > 0.1
+
+
+@pytest.mark.parametrize("name", ["k1", "k2"])
+def test_estimators_have_the_mean_of_the_divergence_nearby(name):
+    """For two policies that lie close, the mean of k1 is the KL divergence, that of k2 nearly."""
+    logits = torch.randn(14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pi, ref = logits.log_softmax(0), (logits + 0.01 * torch.arange(14)).log_softmax(0)
+    exact = (pi.exp() * (pi - ref)).sum()
+    mean = (pi.exp() * experiments.estimators()[name](pi, ref)).sum()
+    assert mean == pytest.approx(exact.item(), rel=1e-12 if name == "k1" else 0.05)
+
+
+def test_commands_are_those_of_the_readme():
+    assert experiments.command("default") == "`run.py`"
+    assert experiments.command("noclip") == "`run.py --inner-steps 8 --clip 1000.0`"
+    assert experiments.command("nostd") == "`run.py --no-std`"
+    assert experiments.command("k1_leash") == "`run.py --beta 0.5`, k1 in `k3_kl`"
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Two tiny variants and one experiment, in a folder of the test's own."""
+    variants = {"default": {"iters": 1, "prompts": 2, "G": 2}, "k1": {"iters": 1, "prompts": 2, "G": 2, "kl": "k1"}}
+    monkeypatch.setattr(experiments, "VARIANTS", variants)
+    answer = "It is {default[sampled]:.2f}. It was. It will be {k1[sampled]:.2f}."
+    one = experiments.Experiment("kl", "An estimator", ["k1"], answer, "A hint.", "k1['sampled'] > 0")
+    monkeypatch.setattr(experiments, "EXPERIMENTS", [one])
+    monkeypatch.setattr(experiments, "HERE", tmp_path)
+    monkeypatch.setattr(experiments, "OUT", tmp_path / "experiments.md")
+    monkeypatch.setattr(experiments, "FOLDER", tmp_path / "experiments")
+    monkeypatch.setattr(experiments, "origin", lambda variant: {"changes": variants[variant], "code": "as it is"})
+    (tmp_path / "experiments" / "runs").mkdir(parents=True)
+    return tmp_path
+
+
+def run_all(sft) -> None:
+    for seed in (0, 1):
+        tinylm.save_checkpoint(sft, experiments.FOLDER / "runs" / f"sft_{seed}.pt")
+        for variant in experiments.VARIANTS:
+            experiments.run_one((variant, seed))
+
+
+def test_the_key_is_written_from_the_runs(small, sft, monkeypatch):
+    monkeypatch.setattr(experiments, "anatomy", lambda model: {"kinds": {"all": 0.5}, "mistakes": {"other": 0.25}})
+    run_all(sft)
+    assert experiments.write(2) == []
+    text = (small / "experiments.md").read_text(encoding="utf-8")
+    assert (small / "experiments" / "kl.png").read_bytes().startswith(b"\x89PNG")
+    values = [run["figures"]["sampled accuracy after"] for run in experiments.read("default", 2)]
+    assert f"| {fmean(values):.3f} ({min(values):.3f} to {max(values):.3f}) |" in text
+    assert f"It is {fmean(values):.2f}. It was." in text and "*Marking:* A hint." in text
+    assert "| all | 0.500 | 0.500 |" in text and "| other | 0.250 | 0.250 |" in text
+    one = experiments.EXPERIMENTS[0]
+    monkeypatch.setattr(experiments, "EXPERIMENTS", [one._replace(holds="k1['sampled'] > 1")])
+    assert experiments.write(2) == ["kl"]
+
+
+def test_a_run_that_is_there_is_not_run_again(small, sft, monkeypatch):
+    monkeypatch.setattr(experiments, "anatomy", lambda model: {"kinds": {}, "mistakes": {}})
+    run_all(sft)
+    assert experiments.is_there("k1", 1)
+    path = experiments.path_of("k1", 1)
+    whole = path.read_text(encoding="utf-8")
+    for damaged in ("", whole[:-20], "[]", json.dumps(json.loads(whole) | {"code": "older"})):
+        path.write_text(damaged, encoding="utf-8")
+        assert not experiments.is_there("k1", 1)
+    path.unlink()
+    assert not experiments.is_there("k1", 1) and experiments.is_there("k1", 0)
+
+
+def test_the_estimator_is_put_into_the_loss_and_taken_out_again(small, sft, reference, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpo", reference)
+    tinylm.save_checkpoint(sft, experiments.FOLDER / "runs" / "sft_0.pt")
+    k3_kl, used = reference.k3_kl, []
+    monkeypatch.setattr(experiments, "estimators", lambda: {"k1": lambda logp, ref: used.append(1) or (logp - ref)})
+    experiments.run_one(("k1", 0))
+    assert used and reference.k3_kl is k3_kl
+
+
+@pytest.mark.parametrize("flags", [["--seeds", "1"], ["--seeds", "many"], ["--jobs", "0"], ["--unknown"], ["stray"]])
+def test_bad_flags_are_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["experiments.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        experiments.main()
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_key_in_the_tree_is_of_the_experiments_in_the_code():
+    text = experiments.OUT.read_text(encoding="utf-8")
+    for experiment in experiments.EXPERIMENTS:
+        assert f"## {experiment.title}\n" in text and f"*Marking:* {experiments.one_line(experiment.hint)}" in text
+        assert (experiments.FOLDER / f"{experiment.name}.png").exists()
+        assert len(experiments.one_line(experiment.answer).split(". ")) >= 3
