@@ -3,6 +3,7 @@ Read this file once from top to bottom before you open `grpo.py`; nothing here n
 letters: P prompts, G responses per prompt, N = P * G rows (prompt-major), Tp prompt and Tr response tokens, V = 14.
 """
 
+import io
 import math
 import os
 import sys
@@ -251,9 +252,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def save_checkpoint(model: TinyLM, path: Path) -> None:
-    """Write the model's state dict to `path`, whole or not at all."""
+    """Write the model's state dict to `path`, whole or not at all. Raises OSError where it cannot be written."""
+    content = io.BytesIO()  # written by itself, torch.save raises a RuntimeError where the disk is full
+    torch.save(model.state_dict(), content)
     with whole_file(path) as temporary:
-        torch.save(model.state_dict(), temporary)
+        temporary.write_bytes(content.getbuffer())
 
 
 def load_checkpoint(path: Path) -> TinyLM:

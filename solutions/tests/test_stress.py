@@ -66,10 +66,10 @@ def suite(monkeypatch, tmp_path, capsys):
         modules = tmp_path / "modules"
         modules.mkdir()
         (modules / "torch.py").write_text(
-            "def manual_seed(seed):\n    global seeded\n    seeded = seed\n", encoding="utf-8"
+            "seeded = None\ndef manual_seed(seed):\n    global seeded\n    seeded = seed\n", encoding="utf-8"
         )
         (modules / "numpy.py").write_text(
-            "class random:\n    def seed(seed):\n        random.seeded = seed\n", encoding="utf-8"
+            "class random:\n    seeded = None\n    def seed(seed):\n        random.seeded = seed\n", encoding="utf-8"
         )
 
         def copy_fake(folder: Path) -> Path:
@@ -185,13 +185,13 @@ def kill_fakes(monkeypatch, source: str, kills: int) -> int:
 
 
 def test_a_command_that_writes_whole_files_stands_all_kills(monkeypatch, capsys):
-    assert kill_fakes(monkeypatch, "whole('a.txt'), whole('b.txt')", 12) == 0
+    assert kill_fakes(monkeypatch, "whole('a.txt'), whole('b.txt')", 8) == 0
     output = capsys.readouterr().out
     row = next(line for line in reversed(output.splitlines()) if line.startswith("fake"))
     kills, late, again, left, faults = map(int, row.split()[1:])
-    assert (kills, faults) == (12, 0) and "FAULT" not in output
-    assert late < 6 and again >= 2
-    assert left >= 3  # so the kills do come while it writes
+    assert (kills, faults) == (8, 0) and "FAULT" not in output
+    assert late < 4 and again >= 1
+    assert left >= 2  # so the kills do come while it writes
 
 
 def test_a_command_that_writes_in_place_is_found(monkeypatch, capsys):
@@ -289,7 +289,7 @@ def quick_lab(tmp_path_factory):
     lab = stress.copy_lab(tmp_path_factory.mktemp("stress") / "lab")
     lab.parent.chmod(0o755)
     with (lab / "test_grpo.py").open("a", encoding="utf-8") as file:
-        file.write(stress.CUT.replace('("test_task4", "test_task5")', '("test_task3_is", "test_task4", "test_task5")'))
+        file.write(stress.CUT.replace("startswith((", "startswith(('test_task2', 'test_task3', "))
     text = (lab / "tinylm.py").read_text(encoding="utf-8")
     assert text.count("target: float = 0.51") == 1
     (lab / "tinylm.py").write_text(text.replace("target: float = 0.51", "target: float = 0.0"), encoding="utf-8")
@@ -305,14 +305,16 @@ def watched(quick_lab, tmp_path_factory):
     """(the real commands, a folder for each, the environment); each has run to its end once."""
     root = tmp_path_factory.mktemp("watched")
     commands, variables = stress.victims(quick_lab, root / "submissions"), stress.environment(root)
+    (root / "submissions" / "unwritten.py").unlink()  # one is enough here
     for victim in commands:
         stress.watch(victim, 0, root / victim.name, variables)
     return commands, root, variables
 
 
+@pytest.mark.slow
 def test_a_file_cut_short_is_found_whichever_command_wrote_it(watched):
     commands, root, _ = watched
-    assert [len(victim.right) for victim in commands] == [1, 3, 3, 1]
+    assert [len(victim.right) for victim in commands] == [1, 3, 2, 1]
     assert [len(victim.starts[1]) for victim in commands] == [1, 3, 2, 1]
     for victim in commands:
         folder = root / victim.name
@@ -325,6 +327,7 @@ def test_a_file_cut_short_is_found_whichever_command_wrote_it(watched):
             (folder / name).write_bytes(content)
 
 
+@pytest.mark.slow
 def test_sft_stands_a_kill_as_it_writes_over_half_a_policy(watched, tmp_path):
     (victim, *_), _, variables = watched
     victim.seconds[1], victim.changes[1] = victim.seconds[0], victim.changes[0]
