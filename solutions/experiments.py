@@ -490,7 +490,7 @@ def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> 
         ]
         for panel, (x, seeds) in zip(panels, curves, strict=True):
             columns = list(zip(*seeds, strict=True))
-            panel.plot(x, [fmean(c) for c in columns], color=colour, label=command(variant).strip("`"))
+            panel.plot(x, [fmean(c) for c in columns], color=colour, label=command(variant).replace("`", ""))
             panel.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15)
     names = (
         "Sampled accuracy",

@@ -206,6 +206,7 @@ def test_selective_log_softmax_is_scipys_log_softmax_gathered(case):
 # The tasks ------------------------------------------------------------------------------------------------------
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
+SMALLEST = 1e-37  # below it a float32 has fewer digits, and none in the end: no relative error can be asked for
 
 
 @st.composite
@@ -238,7 +239,7 @@ def test_advantages_are_those_of_statistics_and_exactly_zero_without_signal(refe
         rounding = 8 * torch.finfo(values.dtype).eps * max(map(abs, group)) / divisor
         for value, advantage in zip(group, advantages, strict=True):
             expected = (value - mean) / divisor
-            assert abs(advantage - expected) <= rounding * (1 + abs(expected)), (value, advantage, expected)
+            assert abs(advantage - expected) <= rounding * (1 + abs(expected)) + SMALLEST, (value, advantage, expected)
 
 
 @st.composite
@@ -328,9 +329,9 @@ def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, ba
             kl_sum, kl_size, ratio_sum = kl_sum + kl, kl_size + u + abs(log_u) + 1, ratio_sum + ratio
 
     got, metrics = reference.grpo_loss(*batch)
-    assert got.shape == () and abs(got.item() - loss) <= eps * size
+    assert got.shape == () and abs(got.item() - loss) <= eps * size + SMALLEST
     (got_gradient,) = torch.autograd.grad(got, batch.logp)
-    assert ((got_gradient.double() - gradient).abs() <= eps * gradient_size).all()
+    assert ((got_gradient.double() - gradient).abs() <= eps * gradient_size + SMALLEST).all()
     assert set(metrics) == {"clip_fraction", "kl", "ratio"}
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
     assert metrics["clip_fraction"].item() == pytest.approx(clipped_tokens / tokens, abs=1e-6)
@@ -503,6 +504,10 @@ WRITTEN = written()
 
 @cases(1500)
 @given(damaged_csvs())
+@example(WRITTEN[0].replace(b"--iters 4", b"--iters 4 --help"))
+@example(WRITTEN[0].replace(b"0,,,", b"0,,1,"))  # row 0 with one number that only later rows have
+@example(WRITTEN[0][: WRITTEN[0].rindex(b",") + 1])  # the last number
+@example(WRITTEN[2].replace(b",0.125,0.5\n", b",nan,0.5\n"))
 def test_damaged_csv_is_a_whole_run_or_a_value_error_of_one_line(tmp_path, data):
     path = tmp_path / "damaged.csv"
     path.write_bytes(data)
@@ -684,6 +689,34 @@ def test_good_command_lines_are_taken(call, name):
         assert call(name, line.split())[::2] == (0, ""), line
 
 
+def assert_taken_or_refused_in_one_line(call, name: str, arguments: list[str]) -> None:
+    status, _, stderr = call(name, arguments)
+    if status:
+        assert status == 2 and stderr.startswith(f"{name}: ") and stderr.endswith("\n")
+        assert len(stderr.splitlines()) == 1, stderr
+    else:
+        assert stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("run.py", ["--out", "\udcff.png"]),
+        ("run.py", ["--iters=--"]),  # of which older versions of argparse make an empty list
+        ("passk.py", ["--grpo", "x" * 300]),
+        ("passk.py", ["--grpo=--"]),
+        ("grade.py", ["submissions", "--out", "big.csv", "--resume"]),
+        ("release.py", ["--out", "x" * 300 + "/new.zip"]),
+        ("audit.py", ["--wrong"]),
+        ("audit.py", ["--only=--"]),
+        ("calibrate.py", ["--policies=--"]),
+        ("bench.py", ["--repeats=--"]),
+    ],
+)
+def test_command_lines_that_once_ended_in_a_traceback(call, name, arguments):
+    assert_taken_or_refused_in_one_line(call, name, arguments)
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_any_command_line_is_taken_or_refused_in_one_line(call, name):
     flags = flags_in_help(call, name)
@@ -691,21 +724,17 @@ def test_any_command_line_is_taken_or_refused_in_one_line(call, name):
     @cases(350)
     @given(command_lines(TOOLS[name], flags))
     def taken_or_refused(arguments):
-        status, _, stderr = call(name, arguments)
-        if status:
-            assert status == 2 and stderr.startswith(f"{name}: ") and stderr.endswith("\n")
-            assert len(stderr.splitlines()) == 1, stderr
-        else:
-            assert stderr == ""
+        assert_taken_or_refused_in_one_line(call, name, arguments)
 
     taken_or_refused()
 
 
 @cases(100)
 @given(st.one_of(st.sampled_from(ODD), st.integers(-3, 300).map(str), st.text(CHARACTERS, max_size=5)))
+@example("9" * 5000)
 def test_the_guides_steps_are_a_whole_number_or_refused_in_one_line(call, text):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LAB_STEPS", text)
         status, _, stderr = call("guide.py", ["--requirements"])
-    assert (status, stderr.count("\n")) in ((0, 0), (2, 1))
+    assert (status, len(stderr.splitlines())) in {(0, 0), (2, 1)}
     assert status == 0 or "LAB_STEPS" in stderr
