@@ -188,7 +188,7 @@ def stress_suite(count: int, first_seed: int) -> bool:
     for name, seconds in times.items():
         print(f"{name:28}{len(seconds):8}{failed[name]:8}{f'{median(seconds):.1f}' if seconds else '':>16}")
     for circumstance in skipped:
-        print(f"{circumstance.name:28} skipped: {circumstance.plugin.replace('_', '-')} is not installed")
+        print(f"{circumstance.name:28} skipped: pytest-{circumstance.plugin.removeprefix('pytest_')} is not installed")
     total = sum(failed.values())
     print(f"{'all':28}{count:8}{total:8}")
     return total == 0

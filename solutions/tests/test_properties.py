@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import audit
@@ -73,7 +73,7 @@ def tokens(rows: int, length: int) -> st.SearchStrategy[Tensor]:
 # Text and tokens ------------------------------------------------------------------------------------------------
 
 
-@cases(700)
+@cases(600)
 @given(tokens(6, 10))
 def test_text_ends_with_the_first_end_of_sequence(responses):
     expected = []
@@ -87,7 +87,7 @@ def test_text_ends_with_the_first_end_of_sequence(responses):
     assert tinylm.decode_and_strip_padding(responses) == expected
 
 
-@cases(700)
+@cases(600)
 @given(tokens(6, 10))
 def test_mask_is_one_up_to_the_first_end_of_sequence(responses):
     expected = []
@@ -113,7 +113,7 @@ def answered(draw) -> tuple[int, int, str]:
     return left, right, text
 
 
-@cases(1000)
+@cases(800)
 @given(answered())
 @example((37, 48, "85$"))
 def test_reward_is_for_the_plain_sum_and_its_end(case):
@@ -125,7 +125,7 @@ def test_reward_is_for_the_plain_sum_and_its_end(case):
     assert type(got) is float and got == expected
 
 
-@cases(800)
+@cases(600)
 @given(tokens(8, 10).filter(len))  # T up to 10 is what a TinyLM reads; a batch has at least one row
 def test_prefixes_are_those_of_a_dict_of_tuples(rows):
     number, token, position, path = tinylm.distinct_prefixes(rows)
@@ -169,7 +169,7 @@ def chosen_logits(draw) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(logits).to(dtype), torch.from_numpy(index), torch.from_numpy(weights).to(dtype)
 
 
-@cases(1000)
+@cases(700)
 @given(chosen_logits())
 def test_selective_log_softmax_is_scipys_log_softmax_gathered(case):
     logits, index, weights = case
@@ -206,7 +206,7 @@ def test_selective_log_softmax_is_scipys_log_softmax_gathered(case):
 # The tasks ------------------------------------------------------------------------------------------------------
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
-SMALLEST = 1e-37  # below it a float32 has fewer digits, and none in the end: no relative error can be asked for
+SMALLEST = 1e-35  # what float32 does below it has fewer and fewer digits: no relative error can be asked for
 
 
 @st.composite
@@ -223,7 +223,7 @@ def rewards(draw) -> tuple[Tensor, int]:
     return torch.from_numpy(values).flatten().to(draw(DTYPES)), g
 
 
-@cases(900)
+@cases(700)
 @given(rewards(), st.booleans(), st.sampled_from([1e-4, 1e-8, 0.1, 1.0]))
 def test_advantages_are_those_of_statistics_and_exactly_zero_without_signal(reference, case, normalize_std, eps):
     values, g = case
@@ -252,7 +252,7 @@ def log_probs(draw) -> tuple[Tensor, Tensor]:
     return logp.clone().requires_grad_(), ref_logp
 
 
-@cases(900)
+@cases(600)
 @given(log_probs())
 def test_k3_and_its_gradient(reference, case):
     logp, ref_logp = case
@@ -286,28 +286,29 @@ def batches(draw) -> Batch:
     """Any mask with a one in each row. On padding the log-probs mean nothing, but they are finite, and so is the ratio
     made of them (a difference below 80): infinity times the mask's 0 would be no number.
     """
-    shape = n, t = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    shape = n, t = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
     mask = draw(arrays(np.float32, shape, elements=st.sampled_from([0.0, 1.0])))
     mask[np.arange(n), draw(arrays(np.int64, n, elements=st.integers(0, t - 1)))] = 1
     moved = draw(st.sampled_from([0.5, 4.0, 20.0]))
     old_logp, ref_logp = draw(arrays(np.float32, (2, *shape), elements=st.floats(-20, 0, width=32)))
     logp = np.minimum(0, old_logp + draw(arrays(np.float32, shape, elements=st.floats(-moved, moved, width=32))))
-    nothing = draw(arrays(np.float32, (3, *shape), elements=st.floats(-39, 39, width=32)))
+    nothing = draw(arrays(np.float32, (3, *shape), elements=st.sampled_from([0.0, -1.0, 39.0, -39.0])))
     logps = np.where(mask == 1, np.stack([logp, old_logp, ref_logp]), nothing)
-    advantages = draw(arrays(np.float32, n, elements=st.one_of(st.just(0.0), st.floats(-5, 5, width=32))))
+    advantage = st.one_of(st.just(0.0), st.floats(-5, 5, width=32, allow_subnormal=False))
+    advantages = draw(arrays(np.float32, n, elements=advantage))
     dtype = draw(DTYPES)
     logp, old_logp, ref_logp, advantages, mask = (torch.tensor(part).to(dtype) for part in (*logps, advantages, mask))
     clip = draw(st.one_of(st.sampled_from([0.2, 1.0, 1000.0]), st.floats(1e-3, 3)))
-    beta = draw(st.one_of(st.sampled_from([0.0, 0.04]), st.floats(0, 10)))
+    beta = draw(st.one_of(st.sampled_from([0.0, 0.04]), st.floats(1e-6, 10)))
     return Batch(logp.requires_grad_(), old_logp, ref_logp, advantages, mask, clip, beta)
 
 
-@cases(900)
+@cases(600)
 @given(batches())
 def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, batch):
     eps = 200 * torch.finfo(batch.logp.dtype).eps  # 200: exp of a difference of up to 20 multiplies its rounding
     rows = zip(*(part.tolist() for part in batch[:5]), strict=True)
-    loss = size = clipped_tokens = kl_sum = kl_size = ratio_sum = tokens = 0.0
+    loss = size = clipped_tokens = kl_sum = kl_size = ratio_sum = own_tokens = 0.0
     gradient, gradient_size = torch.zeros(2, *batch.logp.shape, dtype=torch.float64)
     for i, (logp, old_logp, ref_logp, advantage, mask) in enumerate(rows):
         own = [t for t, one in enumerate(mask) if one]
@@ -325,7 +326,7 @@ def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, ba
             size += weight * (held * abs(advantage) + batch.beta * (u + abs(log_u) + 1))
             gradient[i, t] = -weight * ((ratio * advantage if held == ratio else 0) - batch.beta * (1 - u))
             gradient_size[i, t] = weight * (ratio * abs(advantage) + batch.beta * (1 + u))
-            clipped_tokens, tokens = clipped_tokens + (held != ratio), tokens + 1
+            clipped_tokens, own_tokens = clipped_tokens + (held != ratio), own_tokens + 1
             kl_sum, kl_size, ratio_sum = kl_sum + kl, kl_size + u + abs(log_u) + 1, ratio_sum + ratio
 
     got, metrics = reference.grpo_loss(*batch)
@@ -334,9 +335,9 @@ def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, ba
     assert ((got_gradient.double() - gradient).abs() <= eps * gradient_size + SMALLEST).all()
     assert set(metrics) == {"clip_fraction", "kl", "ratio"}
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
-    assert metrics["clip_fraction"].item() == pytest.approx(clipped_tokens / tokens, abs=1e-6)
-    assert abs(metrics["kl"].item() - kl_sum / tokens) <= eps * kl_size / tokens
-    assert abs(metrics["ratio"].item() - ratio_sum / tokens) <= eps * ratio_sum / tokens
+    assert metrics["clip_fraction"].item() == pytest.approx(clipped_tokens / own_tokens, abs=1e-6)
+    assert abs(metrics["kl"].item() - kl_sum / own_tokens) <= eps * kl_size / own_tokens
+    assert abs(metrics["ratio"].item() - ratio_sum / own_tokens) <= eps * ratio_sum / own_tokens
 
 
 # pass@k ---------------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ def counted(draw) -> tuple[int, np.ndarray, int]:
     return n, draw(arrays(dtype, shape, elements=st.integers(0, n))), k
 
 
-@cases(700)
+@cases(600)
 @given(counted())
 def test_pass_at_k_is_a_ratio_of_binomials(case):
     n, c, k = case
@@ -362,7 +363,7 @@ def test_pass_at_k_is_a_ratio_of_binomials(case):
     assert (abs(got - expected) <= 3e-16 * n).all() and (got >= 0).all() and (got <= 1).all()
 
 
-@cases(300)
+@cases(400)
 @given(st.integers(-2, 9), st.lists(st.one_of(st.integers(-2, 11), st.floats(-1, 9)), min_size=1), st.integers(-2, 11))
 def test_pass_at_k_refuses_all_else(n, c, k):
     if 1 <= k <= n and all(isinstance(right, int) and 0 <= right <= n for right in c):
@@ -390,7 +391,7 @@ def number_texts(draw, kind: type) -> tuple[str, float | None]:
     return f"{blank}{drawn!r}{blank}", None if math.isnan(drawn) else drawn
 
 
-@cases(1000)
+@cases(900)
 @given(st.data(), st.sampled_from([int, float]), st.integers(-20, 20), st.integers(0, 10**7), st.booleans())
 def test_number_takes_what_lies_in_its_bounds(data, kind, low, width, above):
     text, value = data.draw(number_texts(kind))
@@ -454,36 +455,6 @@ def test_csv_is_read_as_it_was_written(tmp_path, flags, stop, values):
     assert_whole(got)
 
 
-CELLS = ["", "nan", "inf", "-inf", "1e400", "0", "1", "-1", "2.5", "x", '"', '"1"', " 1", "1_0", "٣", "0" * 200_000]
-WORDS = ["--help", "-h", "--iters", "--redraw", "--out", "--no-std", "--", "-1", "2", "0", "nan", "cpu", "é", "--lr="]
-
-
-@st.composite
-def damaged_csvs(draw) -> bytes:
-    """A run's CSV after up to three edits: of a byte, a line, a cell or a word of its settings."""
-    data = draw(st.sampled_from(draw(st.just(WRITTEN))))
-    for kind in draw(st.lists(st.sampled_from(["byte", "line", "cell", "word"]), max_size=3)):
-        if kind == "byte":
-            place = draw(st.integers(0, len(data)))
-            new = draw(st.one_of(st.binary(max_size=2), st.sampled_from([b",", b"\n", b'"', b"#", b"-", b"\xff"])))
-            data = data[:place] + new + data[place + draw(st.integers(0, 2)) :]
-            continue
-        lines = data.split(b"\n")
-        place = draw(st.integers(0, len(lines) - 1))
-        if kind == "line":
-            lines[place : place + draw(st.integers(0, 2))] = draw(st.lists(st.sampled_from(lines), max_size=2))
-        else:
-            mark = b"," if kind == "cell" else b" "
-            place = place if kind == "cell" else 0
-            cells = lines[place].split(mark)
-            cell = draw(st.integers(0, len(cells) - 1))
-            new = draw(st.lists(st.sampled_from(CELLS if kind == "cell" else WORDS), min_size=1, max_size=2))
-            cells[cell : cell + draw(st.integers(0, 1))] = [text.encode() for text in new]
-            lines[place] = mark.join(cells)
-        data = b"\n".join(lines)
-    return data
-
-
 def written() -> list[bytes]:
     """The CSVs that are then damaged: a whole run, one that was stopped, and one evaluated at every iteration."""
     with tempfile.TemporaryDirectory() as folder:
@@ -500,14 +471,48 @@ def written() -> list[bytes]:
 
 
 WRITTEN = written()
+EDITS = st.lists(st.sampled_from(["byte", "line", "cell", "word"]), max_size=3)
+BYTES = st.one_of(st.binary(max_size=2), st.sampled_from([b",", b"\n", b'"', b"#", b"-", b"\xff"]))
+CELLS, WORDS = (
+    st.lists(st.sampled_from([text.encode() for text in texts]), min_size=1, max_size=2)
+    for texts in (
+        ["", "nan", "inf", "-inf", "1e400", "0", "1", "-1", "2.5", "x", '"', '"1"', " 1", "1_0", "٣", "0" * 200_000],
+        ["--help", "-h", "--iters", "--redraw", "--out", "--no-std", "--", "-1", "2", "0", "nan", "cpu", "é", "--lr="],
+    )
+)
 
 
-@cases(1500)
+@st.composite
+def damaged_csvs(draw) -> bytes:
+    """A run's CSV after up to three edits: of a byte, a line, a cell or a word of its settings."""
+    data = draw(st.sampled_from(WRITTEN))
+    for kind in draw(EDITS):
+        if kind == "byte":
+            place, new = draw(st.integers(0, len(data))), draw(BYTES)
+            data = data[:place] + new + data[place + draw(st.integers(0, 2)) :]
+            continue
+        lines = data.split(b"\n")
+        place = draw(st.integers(0, len(lines) - 1))
+        if kind == "line":
+            lines[place : place + draw(st.integers(0, 2))] = draw(st.lists(st.sampled_from(lines), max_size=2))
+        else:
+            mark = b"," if kind == "cell" else b" "
+            place = place if kind == "cell" else 0
+            cells = lines[place].split(mark)
+            cell = draw(st.integers(0, len(cells) - 1))
+            cells[cell : cell + draw(st.integers(0, 1))] = draw(CELLS if kind == "cell" else WORDS)
+            lines[place] = mark.join(cells)
+        data = b"\n".join(lines)
+    return data
+
+
+@cases(1300)
 @given(damaged_csvs())
 @example(WRITTEN[0].replace(b"--iters 4", b"--iters 4 --help"))
 @example(WRITTEN[0].replace(b"0,,,", b"0,,1,"))  # row 0 with one number that only later rows have
 @example(WRITTEN[0][: WRITTEN[0].rindex(b",") + 1])  # the last number
 @example(WRITTEN[2].replace(b",0.125,0.5\n", b",nan,0.5\n"))
+@example(WRITTEN[1].replace(b"--iters 9", b"--iters 3"))  # stopped after iteration 4
 def test_damaged_csv_is_a_whole_run_or_a_value_error_of_one_line(tmp_path, data):
     path = tmp_path / "damaged.csv"
     path.write_bytes(data)
@@ -566,42 +571,11 @@ TOOLS = {
         ["--requirements", "--install --run", "--run --out pictures"],
     ),
 }
-STEMS = [
-    "new",
-    "run",
-    "grades",
-    "damaged",
-    "big",
-    "binary",
-    "foreign",
-    "sft",
-    "folder",
-    "submissions",
-    "tinylm_sft",
-    "é",
-]
-STEMS += ["", "..", "a\nb", "-", "\udcff", "x" * 250, "x" * 300]  # beside the last but one, one more letter is too much
+STEMS = ["new", "run", "grades", "damaged", "big", "binary", "foreign", "sft", "folder", "submissions", "tinylm_sft"]
+STEMS += ["", "..", "é", "a\nb", "-", "\udcff", "x" * 250, "x" * 300]  # 250: with what a temporary name adds too long
 ENDINGS = ["", ".png", ".svg", ".csv", ".pt", ".zip", ".json"]
-ODD = [
-    "",
-    "-",
-    "--",
-    "=",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "-0",
-    "1.5",
-    "1_0",
-    "1e3",
-    "0x10",
-    "٣",
-    "³",
-    "9" * 30,
-    "9" * 5000,
-]
-ODD += ["x" * 5000, "%s", "%(prog)s", "{}", "a b", "a\nb", "..", "cpu", "cpu:1", "cuda", "meta", "mps", "@x"]
+ODD = ["", "-", "--", "=", "..", "%s", "%(prog)s", "{}", "@x", "a b", "a\nb", "cpu", "cpu:1", "cuda", "meta", "mps"]
+ODD += ["nan", "inf", "-inf", "1e400", "-0", "1.5", "1_0", "1e3", "0x10", "٣", "³", "9" * 30, "9" * 5000, "x" * 5000]
 # No "/", so that a name drawn stays in the test's folder; and no NUL, which no system passes to a program. "\udcff" is
 # how Python passes on a byte that is not UTF-8.
 CHARACTERS = "ab17.,-=_ \t\n\r\x1b\x85\u2028é٣λ😀'\"%$*@#:\udcff"
@@ -630,6 +604,11 @@ def command_lines(tool: Tool, flags: list[tuple[str, str]]) -> st.SearchStrategy
     )
 
 
+def contents(folder: Path) -> list[str]:
+    parts = folder, folder / "folder", folder / "submissions"
+    return [path.name for part in parts for path in sorted(part.iterdir())]
+
+
 @pytest.fixture
 def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]]:
     """Call a command, up to where its work begins, in a folder with files of all kinds: (status, stdout, stderr)."""
@@ -645,12 +624,12 @@ def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]
     for name in ("foreign.png", "foreign.zip", "damaged.pt"):
         (folder / name).write_bytes(b"not what the name says")
     tinylm.save_checkpoint(tinylm.TinyLM(), folder / "sft.pt")
-    before = sorted(folder.rglob("*"))
+    before = contents(folder)
 
     (tmp_path / "locks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "locks"))
     monkeypatch.setitem(sys.modules, "grpo", reference)
-    monkeypatch.delattr(grade.signal, "SIGTERM")  # so that grade.py leaves this process's handler as it is
+    monkeypatch.setattr(grade, "signal", SimpleNamespace())  # so that it leaves this process's handlers as they are
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.delenv("LAB_STEPS", raising=False)
     monkeypatch.chdir(folder)
@@ -670,7 +649,7 @@ def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]
             except SystemExit as stop:
                 status = stop.code or 0
         out, err = (stream.detach() for stream in streams if not stream.flush())
-        assert sorted(folder.rglob("*")) == before, "files were left, or are gone"
+        assert contents(folder) == before, "files were left, or are gone"
         return status, out.getvalue().decode(), err.getvalue().decode()
 
     return call
@@ -702,7 +681,7 @@ def assert_taken_or_refused_in_one_line(call, name: str, arguments: list[str]) -
     ("name", "arguments"),
     [
         ("run.py", ["--out", "\udcff.png"]),
-        ("run.py", ["--iters=--"]),  # of which older versions of argparse make an empty list
+        ("run.py", ["--out=--"]),  # older versions of argparse make an empty list of it
         ("passk.py", ["--grpo", "x" * 300]),
         ("passk.py", ["--grpo=--"]),
         ("grade.py", ["submissions", "--out", "big.csv", "--resume"]),
@@ -721,7 +700,7 @@ def test_command_lines_that_once_ended_in_a_traceback(call, name, arguments):
 def test_any_command_line_is_taken_or_refused_in_one_line(call, name):
     flags = flags_in_help(call, name)
 
-    @cases(350)
+    @cases(300)
     @given(command_lines(TOOLS[name], flags))
     def taken_or_refused(arguments):
         assert_taken_or_refused_in_one_line(call, name, arguments)

@@ -126,7 +126,7 @@ def test_a_missing_plugin_is_told_and_its_circumstance_skipped(suite, monkeypatc
     good, output, _ = suite(1)
     assert good
     assert "in random order              skipped: pytest-randomly is not installed" in output
-    assert "in parallel                  skipped: xdist is not installed" in output
+    assert "in parallel                  skipped: pytest-xdist is not installed" in output
 
 
 @pytest.mark.parametrize(
