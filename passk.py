@@ -162,10 +162,10 @@ def main() -> int:
     args = parser.parse_args()
     try:
         check_marked(args.out, MARK)
-    except ValueError as error:
+        if not args.grpo.exists():
+            raise ValueError(f"{args.grpo} is not there: run `python run.py` first, or name another checkpoint: --grpo")
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    if not args.grpo.exists():
-        parser.error(f"{args.grpo} is not there: run `python run.py` first, or name another run's checkpoint: --grpo")
 
     import torch
 

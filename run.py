@@ -54,6 +54,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does it; but two things come out of there in a form that nothing here can work with."""
+        words = sys.argv[1:] if args is None else args
+        for word in words:
+            if word.startswith("-") and word.endswith("=--"):
+                self.error(f"{word}: the value is missing")
+            if any("\ud800" <= char <= "\udfff" for char in word):  # how Python passes on what is not UTF-8
+                self.error(f"{word!a} is not UTF-8")
+        return super().parse_args(words, namespace)
+
     def flag(self, name: str, default, convert, help: str, metavar: str = "N"):
         """A flag that takes a value, with its default in the help."""
         self.add_argument(name, type=convert, default=default, help=f"{help} (default: %(default)s)", metavar=metavar)
@@ -226,18 +236,23 @@ def read_csv(path: Path) -> Run:
         raise ValueError(f"{path}: its settings are not those of this run.py: {message}")
 
     parser.error = refuse
-    args = parser.parse_args(comments[0].split()[2:])
+    words = comments[0].split()[2:]
+    if not {"-h", "--help"}.isdisjoint(words):
+        refuse("--help")
+    args = parser.parse_args(words)
     history: History = []
     try:
         end = int(comments[1].split()[-1]) if len(comments) == 2 else args.iters
         for i, cells in enumerate(csv.reader(lines[len(comments) + 1 :], strict=True)):
             row = {name: float(value) for name, value in zip(COLUMNS, cells, strict=True) if value}
-            if row["iteration"] != i or not all(math.isfinite(row[name]) for name in (METRICS if i else EVALUATED)):
-                raise ValueError("a number is missing, or not finite")
+            evaluated = i % args.eval_every == 0 or i == args.iters
+            names = {"iteration", *(METRICS if i else []), *(EVALUATED if evaluated else [])}
+            if row.keys() != names or row["iteration"] != i or not all(map(math.isfinite, row.values())):
+                raise ValueError("a number is missing, or one too many, or not finite")
             history.append(row)
-    except (ValueError, KeyError, csv.Error):
+    except (ValueError, csv.Error):
         end = 0
-    if not 1 <= end == len(history) - 1:
+    if not 1 <= end == len(history) - 1 <= args.iters:
         raise ValueError(f"{path}: cut short or damaged: an iteration, or a number in one, is missing")
     return Run(path.stem, settings_of(args), history)
 

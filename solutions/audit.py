@@ -30,6 +30,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+from run import Parser, number  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "solutions" / "grpo.py"
 SFT = "tinylm_sft.pt"
@@ -2116,12 +2119,12 @@ def show(verdict: Verdict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--only", metavar="WORDS", default="", help="entries whose 'taskN name' holds all these words")
     parser.add_argument("--show", metavar="NAME", help="this entry alone: its change and the full failures")
     parser.add_argument("--list", action="store_true", help="list the entries and run nothing")
     parser.add_argument("--full", action="store_true", help="run all tests on each: no mistake may cost another task")
-    parser.add_argument("--jobs", type=int, help="processes at once (default: one per core)")
+    parser.add_argument("--jobs", type=number(int, 1, 1000), metavar="N", help="processes (default: one per core)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
@@ -2139,8 +2142,6 @@ def main(argv: list[str] | None = None) -> int:
         for entry in entries:
             print(f"{type(entry).__name__:<12} {'+'.join(map(str, tasks(entry))):<8} {entry.name}")
         return 0
-    if options.jobs is not None and options.jobs < 1:
-        parser.error("--jobs must be at least 1")
     missing = [name for name in HANDED_OUT if name != SFT and not (ROOT / name).exists()]
     if missing:
         parser.error(f"missing beside solutions/: {', '.join(missing)}")

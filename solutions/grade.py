@@ -598,8 +598,12 @@ def table(rows: list[dict[str, str]], names: list[str], header: bool = True) -> 
 def finished_rows(out: Path) -> list[dict[str, str]]:
     """The rows of an earlier run; a last one that was cut short is left out. Raises ValueError on a foreign file."""
     lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
-    if lines and not lines[0].startswith("name,task1,"):
+    try:
+        rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
+        foreign = bool(lines) and not lines[0].startswith("name,task1,")
+    except csv.Error:
+        foreign = True
+    if foreign:
         raise ValueError(f"{out} is not a table of grades")
     return [row for row in rows if None not in row and None not in row.values()]
 

@@ -25,6 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+from run import Parser, number  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "colab_grpo_trl.md"
 GPU_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -198,8 +201,7 @@ def run(out: Path | None) -> int:
 
 def main() -> int:
     """Parse the flags; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Run every Python block of colab_grpo_trl.md.", allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"guide.py: {' '.join(message.split())}\n")
+    parser = Parser(description="Run every Python block of colab_grpo_trl.md.", allow_abbrev=False)
     parser.add_argument("--requirements", action="store_true", help="print what the guide's install line names")
     parser.add_argument("--install", action="store_true", help="install that into this environment first")
     parser.add_argument("--run", action="store_true", help=f"run every block; LAB_STEPS in the environment, or {SHORT}")
@@ -208,8 +210,10 @@ def main() -> int:
     if not (args.requirements or args.install or args.run):
         parser.error("nothing to do: --requirements, --install or --run")
     steps = os.environ.get("LAB_STEPS", SHORT)
-    if not steps.isdecimal() or int(steps) < 1:
-        parser.error(f"LAB_STEPS is {steps!r}: it must be a whole number from 1")
+    try:
+        number(int, 1, 1_000_000)(steps)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"LAB_STEPS: {error}")
     if args.requirements:
         print(*requirements(), sep="\n")
     if args.install:

@@ -188,9 +188,9 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     out = args.out or Path("autograder.zip" if args.gradescope else "lab15.zip")
-    if out.suffix != ".zip" or not out.parent.is_dir():
-        parser.error(f"--out {out}: it must be named NAME.zip, in a folder that is there")
     try:
+        if out.suffix != ".zip" or not out.parent.is_dir():
+            raise Unfit(f"--out {out}: it must be named NAME.zip, in a folder that is there")
         print(release(out, args.gradescope, args.with_solutions))
     except (Unfit, OSError, SyntaxError) as error:
         parser.error(str(error))

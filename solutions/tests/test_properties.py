@@ -126,7 +126,7 @@ def test_reward_is_for_the_plain_sum_and_its_end(case):
 
 
 @cases(600)
-@given(tokens(8, 10).filter(len))  # T up to 10 is what a TinyLM reads; a batch has at least one row
+@given(tokens(8, 10))  # T up to 10, which is all that a TinyLM reads: at 17 the codes of the prefixes overflow
 def test_prefixes_are_those_of_a_dict_of_tuples(rows):
     number, token, position, path = tinylm.distinct_prefixes(rows)
     n, t = rows.shape
