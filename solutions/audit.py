@@ -1975,7 +1975,7 @@ class Worker:
         if answer:
             return json.loads(answer)
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()  # waits, and closes the pipes
         return None
 
     def stop(self) -> None:

@@ -6,10 +6,12 @@ run.py's numbers and CSVs, the command lines.
 """
 
 import argparse
+import atexit
 import io
 import math
 import multiprocessing
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +42,10 @@ import run
 import tinylm
 
 V = len(tinylm.VOCAB)
+# What hypothesis caches, when the tests are collected already, goes there and not to `.hypothesis` in the repository.
+CACHE = tempfile.mkdtemp(prefix="hypothesis-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+configuration.set_hypothesis_home_dir(CACHE)
 
 
 def cases(n: int) -> settings:
@@ -54,12 +60,6 @@ def cases(n: int) -> settings:
         print_blob=True,
         suppress_health_check=suppressed,
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_kept(tmp_path_factory):
-    """What hypothesis caches goes to a temporary folder, not to `.hypothesis` in the repository."""
-    configuration.set_hypothesis_home_dir(tmp_path_factory.mktemp("hypothesis"))
 
 
 def tokens(rows: int, length: int) -> st.SearchStrategy[Tensor]:
@@ -510,9 +510,9 @@ def damaged_csvs(draw) -> bytes:
             lines[place : place + draw(st.integers(0, 2))] = draw(st.lists(st.sampled_from(lines), max_size=1))
             data = b"\n".join(lines)
         else:
-            mark, place, new = (
-                (b" ", 0, WORDS) if kind == "word" else (b",", draw(st.integers(2, len(lines))) - 1, CELLS)
-            )
+            mark, place, new = b" ", 0, WORDS
+            if kind == "cell" and len(lines) > 2:
+                mark, place, new = b",", draw(st.integers(2, len(lines) - 1)), CELLS
             cells = lines[place].split(mark)
             cell = draw(st.integers(0, len(cells) - 1))
             cells[cell : cell + draw(st.integers(0, 1))] = [draw(st.sampled_from(new)).encode()]

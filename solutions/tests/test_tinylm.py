@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -493,11 +494,13 @@ def test_load_or_train_sft_names_a_damaged_cache_and_replaces_it(stub_sft, untra
 
 
 def test_load_or_train_sft_works_where_nothing_can_be_saved(stub_sft, untrained, tmp_path, capsys, monkeypatch):
-    def refuse(state, path):
-        path.write_bytes(b"half a file")
+    write_bytes = Path.write_bytes
+
+    def refuse(path, content):
+        write_bytes(path, bytes(content)[:1000])
         raise OSError("no space left")
 
-    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
     assert same_weights(tinylm.load_or_train_sft(tmp_path / "sft.pt"), untrained)
     assert "no space left" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
