@@ -234,7 +234,9 @@ def train_sft(seed: int = 3, target: float = 0.51, lr: float = 3e-3, batch: int 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0 and success_probability(model, train[:500]).mean() >= target:
+        if step % 10 or math.exp(-loss.item()) < target:  # not even single tokens are that likely: don't look further
+            continue
+        if success_probability(model, train[:500]).mean() >= target:
             return model
     raise RuntimeError(f"SFT did not reach a sampled accuracy of {target} in {max_steps} steps")
 

@@ -563,7 +563,7 @@ class Tool(NamedTuple):
     bad: list[str]
 
 
-LONG = "x" * 300  # more than a name may have. And of "--out=--" argparse made an empty list before Python 3.13.
+LONG = "x" * 300  # more than a name may have. "--out=--" is there because argparse, before 3.13, made a list of it.
 TOOLS = {
     "run.py": Tool(
         run,

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -306,8 +307,8 @@ def watched(quick_lab, tmp_path_factory):
     root = tmp_path_factory.mktemp("watched")
     commands, variables = stress.victims(quick_lab, root / "submissions"), stress.environment(root)
     (root / "submissions" / "unwritten.py").unlink()  # one is enough here
-    for victim in commands:
-        stress.watch(victim, 0, root / victim.name, variables)
+    with ThreadPoolExecutor(2) as pool:  # two at a time, for they take seconds
+        list(pool.map(lambda victim: stress.watch(victim, 0, root / victim.name, variables), commands))
     return commands, root, variables
 
 
