@@ -171,7 +171,9 @@ def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator
 
 # 5. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]."""
+    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]; off by no more than the
+    type rounds the largest logit.
+    """
     if logits.dtype not in (torch.float32, torch.float64):  # there the difference below is off by up to 0.1 nats
         return F.log_softmax(logits, dim=-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
