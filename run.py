@@ -222,11 +222,12 @@ def write_csv(run: Run, stopped: bool, path: Path) -> None:
 def read_csv(path: Path) -> Run:
     """The run whose CSV this is. Raises ValueError, in one line, if it is no CSV of run.py, or not all of one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError:
-        lines = []
+        text = ""
+    lines = text.splitlines()
     comments = [line for line in lines[:2] if line.startswith("#")]
     if lines[len(comments) :][:1] != [",".join(COLUMNS)] or not comments or not comments[0].startswith("# run.py --"):
         raise ValueError(f"{path}: not a CSV that this run.py wrote")
@@ -252,7 +253,7 @@ def read_csv(path: Path) -> Run:
             history.append(row)
     except (ValueError, csv.Error):
         end = 0
-    if not 1 <= end == len(history) - 1 <= args.iters:
+    if not text.endswith("\n") or not 1 <= end == len(history) - 1 <= args.iters:
         raise ValueError(f"{path}: cut short or damaged: an iteration, or a number in one, is missing")
     return Run(path.stem, settings_of(args), history)
 

@@ -171,8 +171,8 @@ def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator
 
 # 5. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]; off by no more than the
-    type rounds the largest logit.
+    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...], as exact as the type
+    holds the largest logit.
     """
     if logits.dtype not in (torch.float32, torch.float64):  # there the difference below is off by up to 0.1 nats
         return F.log_softmax(logits, dim=-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -43,7 +43,9 @@ SOURCE_LIMIT, ZIP_LIMIT, MEMBERS_LIMIT = 2**20, 50 * 2**20, 10_000  # bytes, byt
 MEMORY = 2 * 2**30  # bytes that a submission may allocate, beside what Python and torch take
 START = 120  # seconds for a sandbox to import torch and pytest
 HANGS = 2  # after so many tests of a task that hang, its others are not run
-FIRST_UID = 64_000  # where root grades, submissions run as users of their own, numbered from here
+# Where root grades, submissions run as users of their own, numbered from here: below 65,534, which is nobody, and in
+# blocks of 64, so that two graders at once hardly ever share a user, whose processes each of them ends.
+FIRST_UID = 61_000 + os.getpid() % 64 * 64
 
 # 1. Submissions ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +282,7 @@ class Sandbox:
     """A process of `sandbox.py` in a temporary folder of its own, with one submission. A context manager."""
 
     def __init__(self, exam: Exam, source: bytes, uid: int | None):
-        self.exam, self.uid, self.imported = exam, uid, False
+        self.exam, self.uid, self.imported, self.alone = exam, uid, False, False
         self.key, self.replies = secrets.token_hex(16), queue.Queue()
         self.folder = Path(tempfile.mkdtemp(prefix="grade-")).resolve()
         work = self.folder / "work"
@@ -427,7 +429,7 @@ class Sandbox:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 session = int((folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[3])
-                if session == self.process.pid or (self.uid is not None and folder.stat().st_uid == self.uid):
+                if session == self.process.pid or (self.alone and folder.stat().st_uid == self.uid):
                     yield int(folder.name)
             except (OSError, ValueError, IndexError):
                 continue  # it ended meanwhile
@@ -597,10 +599,12 @@ def table(rows: list[dict[str, str]], names: list[str], header: bool = True) -> 
 
 def finished_rows(out: Path) -> list[dict[str, str]]:
     """The rows of an earlier run; a last one that was cut short is left out. Raises ValueError on a foreign file."""
-    lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
+    content = out.read_bytes()
+    whole, _, _ = content.rpartition(b"\n")  # what follows is cut before it is decoded: perhaps within a letter
+    lines = whole.decode("utf-8").splitlines(keepends=True)
     try:
-        rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
-        foreign = bool(lines) and not lines[0].startswith("name,task1,")
+        rows = list(csv.DictReader(lines))
+        foreign = bool(content) and not content.startswith(b"name,task1,")
     except csv.Error:
         foreign = True
     if foreign:

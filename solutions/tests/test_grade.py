@@ -660,9 +660,14 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
     header = "name,task1,total,seconds,status,submission\n"
     out.write_text(header + "a,1,1,1,graded,x\nb,1,1\nc,1,1,1,graded,x", encoding="utf-8")
     assert [row["name"] for row in grade.finished_rows(out)] == ["a"]
-    out.write_text("something else\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="not a table of grades"):
-        grade.finished_rows(out)
+    out.write_bytes(f"{header}a,1,1,1,graded,x\nJos\u00e9".encode()[:-1])  # cut within a letter
+    assert [row["name"] for row in grade.finished_rows(out)] == ["a"]
+    out.write_text("", encoding="utf-8")
+    assert grade.finished_rows(out) == []
+    for foreign in ("something else\n", "something else"):
+        out.write_text(foreign, encoding="utf-8")
+        with pytest.raises(ValueError, match="not a table of grades"):
+            grade.finished_rows(out)
 
 
 # Small parts ---------------------------------------------------------------------------------------------------------

@@ -517,6 +517,8 @@ DAMAGE = {
     "settings of another version": lambda text: text.replace("--beta 0.04", "--beta 0.04 --new 1"),
     "a setting out of range": lambda text: text.replace("--G 2 ", "--G 0 "),
     "cut within a row": lambda text: text[: len(text) - 30],
+    "cut within the last number": lambda text: text[:-4],
+    "cut before the last line break": lambda text: text[:-1],
     "cut between two rows": lambda text: text[: text.rindex("\n3,") + 1],
     "header alone": lambda text: text[: text.index("\n0,") + 1],
     "a row missing": lambda text: text.replace("\n2,", "\n3,"),
