@@ -284,7 +284,7 @@ def shown_prompts(model, n: int, temperature: float):
 
     prompts = tinylm.problems()[1].to(next(model.parameters()).device)
     from_hard_to_easy = tinylm.success_probability(model, prompts, temperature).argsort()
-    return prompts[from_hard_to_easy[((torch.arange(n) + 0.5) / max(1, n) * len(prompts)).long()]]
+    return prompts[from_hard_to_easy[((torch.arange(n) + 0.5) / n * len(prompts)).long()]]
 
 
 def paint(colour: str, text: str) -> str:
@@ -328,7 +328,7 @@ def train(model, args: argparse.Namespace) -> tuple[History, int]:
     import grpo
 
     config = grpo.GRPOConfig(**{field.name: getattr(args, field.name) for field in fields(grpo.GRPOConfig)})
-    prompts = shown_prompts(model, args.show, args.temperature)
+    prompts = shown_prompts(model, args.show, args.temperature) if args.show else None
     history: History = []
 
     def report(row: dict[str, float]) -> None:
