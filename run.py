@@ -12,6 +12,7 @@ Read `main`, at the end, first. Above it: flags, files, training, table and plot
 
 import argparse
 import csv
+import gc
 import hashlib
 import math
 import os
@@ -548,6 +549,7 @@ def main() -> int:
     import grpo  # noqa: F401  here, so that a mistake in your file shows before anything else happens
     import tinylm
 
+    gc.freeze()  # torch's objects are many, and stay: collecting garbage is quicker without going through them
     parser.check_device(args.device)
     try:
         with lock_on(args.out):
