@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from calibrate import LAST, figures  # noqa: E402
 
-from run import COLOURS, Parser, number, smooth  # noqa: E402
+from run import COLOURS, Parser, build_parser, number, settings_of, smooth  # noqa: E402
 
 OUT = HERE / "experiments.md"
 FOLDER = HERE / "experiments"  # the pictures, and the runs
@@ -298,15 +298,12 @@ def one_line(text: str) -> str:
 
 def command(variant: str) -> str:
     """The command that a student runs for it."""
-    from run import build_parser, settings_of
-
-    changes = {name: value for name, value in VARIANTS[variant].items() if name != "kl"}
-    parser = build_parser()
-    default, changed = (settings_of(parser.parse_args([])), parser.parse_args([]))
-    for name, value in changes.items():
-        setattr(changed, name, value)
-    flags = " ".join(word for word in settings_of(changed) if word not in default)
-    estimator = VARIANTS[variant].get("kl")
+    changes = dict(VARIANTS[variant])
+    estimator = changes.pop("kl", None)
+    args = build_parser().parse_args([])
+    default = settings_of(args)
+    vars(args).update(changes)
+    flags = " ".join(word for word in settings_of(args) if word not in default)
     return f"`run.py{' ' * bool(flags)}{flags}`" + (f", {estimator} in `k3_kl`" if estimator else "")
 
 
@@ -386,6 +383,10 @@ def path_of(variant: str, seed: int) -> Path:
     return FOLDER / "runs" / f"{variant}_{seed}.json"
 
 
+def policy_of(seed: int) -> Path:
+    return FOLDER / "runs" / f"sft_{seed}.pt"
+
+
 def origin(variant: str) -> dict:
     """What a run's result depends on beside its seed: kept with it, so that an outdated one is run again."""
     code = b"".join((folder / name).read_bytes() for folder, name in ((HERE, "grpo.py"), (HERE.parent, "tinylm.py")))
@@ -399,8 +400,7 @@ def run_one(job: tuple[str, int]) -> None:
 
     variant, seed = job
     changes = dict(VARIANTS[variant])
-    path = FOLDER / "runs" / f"sft_{seed}.pt"
-    sft = tinylm.load_checkpoint(path)
+    sft = tinylm.load_checkpoint(policy_of(seed))
     model = copy.deepcopy(sft)
     k3_kl = grpo.k3_kl
     try:
@@ -418,12 +418,10 @@ def run_one(job: tuple[str, int]) -> None:
 
 
 def train_policy(seed: int) -> None:
-    """The starting policy of a seed, unless it is there."""
+    """Train the starting policy of a seed. One that is there may be of older code, and takes only seconds."""
     import tinylm
 
-    path = FOLDER / "runs" / f"sft_{seed}.pt"
-    if not path.exists() or any(not is_there(variant, seed) for variant in VARIANTS):
-        tinylm.save_checkpoint(tinylm.train_sft(seed), path)
+    tinylm.save_checkpoint(tinylm.train_sft(seed), policy_of(seed))
 
 
 def is_there(variant: str, seed: int) -> bool:
