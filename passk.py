@@ -8,20 +8,26 @@ would not find in many tries? The curves at large k tell.
     python passk.py                                          prints the table, draws passk.png
     python passk.py --grpo reuse.pt --out reuse_passk.png    another run's checkpoint
 """
-# ruff: noqa: PLC0415  torch and matplotlib take seconds to import: only where they are needed, so that --help is quick
 
 import sys
-from pathlib import Path
+
+from lab.flags import passk_parser
+
+if __name__ == "__main__":  # before the imports that take seconds: a wrong flag is told at once
+    PARSER = passk_parser()
+    ARGS = PARSER.parse_args()
+
+import argparse
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from run import BLUE, GREEN, ORANGE, Parser, check_marked, number, save_figure
-
-KS = (1, 2, 4, 8, 16, 32, 64)
-EVERY_K = range(1, max(KS) + 1)
-MIN_N = 2 * max(KS)  # with n close to k all subsets of k samples are nearly the same: the estimate is all noise
-MARK = "drawn by passk.py"  # kept inside the picture: one that carries it may be replaced
-Curves = dict[str, np.ndarray]  # "SFT" and "GRPO": pass@k [64] at every k from 1 on
+import tinylm
+from lab.device import check_device
+from lab.files import check_marked
+from lab.flags import Parser
+from lab.pictures import EVERY_K, KS, PASSK_MARK, Curves, leaders, plot_passk
 
 # 1. The estimator ----------------------------------------------------------------------------------------------
 
@@ -52,10 +58,10 @@ def pass_at_k(n: int, c: np.ndarray | int, k: int) -> np.ndarray:
 # 2. Samples, and what they say ---------------------------------------------------------------------------------
 
 
-def count_right(model, prompts, n: int, temperature: float, generator) -> np.ndarray:
+def count_right(
+    model: tinylm.TinyLM, prompts: Tensor, n: int, temperature: float, generator: torch.Generator | None
+) -> np.ndarray:
     """How many of n sampled answers to each prompt [P, Tp] are right, that is, equal to the verifier's sum: [P]."""
-    import tinylm
-
     counts = []
     for chunk in prompts.split(max(1, 25_000 // n)):  # some 25,000 samples a call: more would only take memory
         responses = tinylm.generate(model, chunk.repeat_interleave(n, dim=0), temperature, generator)
@@ -72,14 +78,7 @@ def bootstrap_band(values: np.ndarray, seed: int, draws: int = 2000) -> tuple[np
     return low, high
 
 
-def leaders(difference: np.ndarray) -> str:
-    """Who is ahead from which k on, given GRPO - SFT at k = 1, 2, 3 ...: "GRPO from k = 1, SFT from k = 13"."""
-    signs = np.sign(difference.round(6)).astype(int)  # the probabilities are float32: no more digits than that
-    changes = [k for k in range(1, len(signs) + 1) if k == 1 or signs[k - 1] != signs[k - 2]]
-    return ", ".join(f"{('neither', 'GRPO', 'SFT')[signs[k - 1]]} from k = {k}" for k in changes)
-
-
-# 3. Picture and table ------------------------------------------------------------------------------------------
+# 3. The command ------------------------------------------------------------------------------------------------
 
 
 def print_table(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray) -> None:
@@ -92,88 +91,21 @@ def print_table(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarr
         print(f"{k:>3}  {'  '.join(cells)}")
 
 
-def plot(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray, title: str, path: Path) -> None:
-    """Left the two curves, right their difference, as points (estimates at KS) on lines (exact).
-
-    `low` and `high` [64] bound the band of the difference.
-    """
-    from matplotlib.figure import Figure  # no pyplot: no window, no global state
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    curves, difference = figure.subplots(1, 2)
-    figure.suptitle(title, fontsize=10)
-
-    def draw(panel, line: np.ndarray, points: np.ndarray, colour: str, marker: str, name: str = ""):
-        panel.plot(EVERY_K, 100 * line, color=colour, label=f"{name}exact: mean of $1 - (1 - p)^k$")
-        points = [100 * points[k - 1] for k in KS]
-        panel.plot(KS, points, marker, color=colour, markersize=7, label=f"{name}estimate from samples")
-
-    draw(curves, exact["GRPO"], estimate["GRPO"], ORANGE, "s", "GRPO, ")
-    draw(curves, exact["SFT"], estimate["SFT"], BLUE, "o", "SFT, ")
-    curves.set(title="pass@k on held-out problems", ylabel="pass@k (% of problems)")
-    curves.legend(frameon=False)
-
-    difference.axhline(0, color="#555555", linewidth=1)
-    band = "95% band, resampling the problems"
-    difference.fill_between(EVERY_K, 100 * low, 100 * high, color=GREEN, alpha=0.2, linewidth=0, label=band)
-    draw(difference, exact["GRPO"] - exact["SFT"], estimate["GRPO"] - estimate["SFT"], GREEN, "D")
-    difference.set(title=f"ahead: {leaders(exact['GRPO'] - exact['SFT'])}")
-    # Nearly linear up to half a point, logarithmic beyond: the lead at k = 1 is some fifty times that at k = 64.
-    difference.set_yscale("asinh", linear_width=0.5)
-    difference.set_ylabel("GRPO - SFT (percentage points, stretched near 0)")
-    difference.set_yticks(ticks := [-30, -10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 30], [f"{tick:g}" for tick in ticks])
-    difference.minorticks_off()
-    difference.set_ylim(min(-2, 130 * low.min()), max(2, 130 * high.max()))
-    difference.legend(frameon=False)
-
-    for panel in (curves, difference):
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(KS, [str(k) for k in KS])
-        panel.set_xlabel("k (samples that a problem gets)")
-        panel.grid(alpha=0.3)
-    save_figure(figure, path, MARK)
+def check(args: argparse.Namespace) -> tinylm.TinyLM:
+    """The trained model. Raises ValueError, before anything is sampled, if it, the picture or the device won't do."""
+    check_marked(args.out, PASSK_MARK)
+    check_device(args.device)
+    try:
+        return tinylm.load_checkpoint(args.grpo)
+    except FileNotFoundError as error:
+        reason = "is not there: run `python run.py` first, or name another checkpoint: --grpo"
+        raise ValueError(f"{args.grpo} {reason}") from error
 
 
-# 4. The command ------------------------------------------------------------------------------------------------
-
-
-def build_parser() -> Parser:
-    """The flags."""
-    parser = Parser(
-        description="Estimate pass@k of the SFT model and of a GRPO model on the held-out problems, and draw both.",
-        epilog="The picture goes to the current folder. It replaces a picture that passk.py drew, and nothing else.",
-        allow_abbrev=False,
-    )
-
-    flag = parser.flag
-
-    flag("--grpo", Path("tinylm_grpo.pt"), Path, "the trained checkpoint: clip.pt of `run.py --out clip.png`", "FILE")
-    flag("--n", 256, number(int, MIN_N, 100_000), f"samples per problem, at least {MIN_N}: twice the largest k")
-    flag("--temperature", 1.0, number(float, 0.01, 100), "answers are drawn from softmax(logits / N)")
-    flag("--seed", 0, number(int, 0, 2**63 - 1), "seed of the samples and of the band")
-    flag("--device", "cpu", str, "where to sample: cpu, cuda, cuda:1, mps", "NAME")
-    flag("--out", Path("passk.png"), Path, "the picture", "FILE")
-    return parser
-
-
-def main() -> int:
+def main(parser: Parser, args: argparse.Namespace) -> int:
     """Check, sample, show, save. Returns the exit status."""
-    parser = build_parser()
-    args = parser.parse_args()
     try:
-        check_marked(args.out, MARK)
-        if not args.grpo.exists():
-            raise ValueError(f"{args.grpo} is not there: run `python run.py` first, or name another checkpoint: --grpo")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-    import torch
-
-    import tinylm
-
-    parser.check_device(args.device)
-    try:
-        grpo_model = tinylm.load_checkpoint(args.grpo)
+        grpo_model = check(args)
     except ValueError as error:
         parser.error(str(error))
 
@@ -195,8 +127,7 @@ def main() -> int:
     print_table(estimate, exact, low, high)
     print(f"ahead, by the exact curves: {leaders(exact['GRPO'] - exact['SFT'])}")
     try:
-        with tinylm.whole_file(args.out) as temporary:
-            plot(estimate, exact, low, high, title, temporary)
+        plot_passk(estimate, exact, low, high, title, args.out)
     except OSError as error:
         parser.error(f"could not save: {error}")
     print(f"saved {args.out}")
@@ -205,7 +136,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(PARSER, ARGS))
     except KeyboardInterrupt:
         print("passk.py: stopped by Ctrl-C before the picture was saved", file=sys.stderr)
         sys.exit(130)

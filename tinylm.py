@@ -1,15 +1,14 @@
 """TinyLM: a language model small enough to train on a laptop, and a task with a verifier.
-Read this file once from top to bottom before you open `grpo.py`; nothing here needs changing. Shapes use the README's
-letters: P prompts, G responses per prompt, N = P * G rows (prompt-major), Tp prompt and Tr response tokens, V = 14.
+
+Read this file once from top to bottom before you open `grpo.py`; nothing here needs changing. In order: the task and
+its tokens, the model, sampling, log-probs, supervised training, evaluation, files. Shapes use the README's letters:
+N rows (in GRPO N = P * G, prompt-major), T tokens, Tp of them prompt and Tr response, V = 14 possible tokens.
 """
 
 import io
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 torch.set_num_threads(int(os.environ.get("TINYLM_THREADS", "1")))
 
 # 1. The task: "37+48=" must be continued with "85$" ------------------------------------------------------------
-# A token is one character. Padding "_" and end-of-sequence "$" are two different tokens: were they one, masking the
-# padding would mask the end of every answer too, and the policy would never learn to stop.
+# A token is one character. "$" is end-of-sequence, "_" is padding: rows of a batch are equally long, so what ends early
+# is filled up. They are two tokens on purpose. Were they one, masking the padding would mask every answer's end too,
+# and the policy would never learn to stop.
 VOCAB = "0123456789+=_$"
 PAD, EOS = VOCAB.index("_"), VOCAB.index("$")
 PROMPT_LEN = len("37+48=")  # Tp
@@ -70,28 +70,17 @@ def answers(prompts: Tensor) -> Tensor:
 
 
 def response_mask(responses: Tensor) -> Tensor:
-    """1.0 on each response's own tokens, up to and INCLUDING its first end-of-sequence; 0.0 after it. [N, Tr]."""
-    is_eos = (responses == EOS).long()
-    return (is_eos.cumsum(dim=1) - is_eos == 0).float()  # the EOS itself stays in: stopping is an action too
+    """1.0 on each response's own tokens, up to and INCLUDING its first end-of-sequence; 0.0 after it. [N, Tr].
 
-
-# 2. Prefixes: what many rows share is computed once -------------------------------------------------------------
-def distinct_prefixes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The M different prefixes of rows [N, T], numbered from 0, the shorter ones first. The eight responses of a group
-    share their prompt, and often their first tokens; a causal model computes the same there, so it needs to only once.
-    Returns `number` [N, T]: which prefix each row is up to and including each token; and of each prefix its last
-    `token` [M], that token's `position` [M], and its `path` [M, T]: the numbers of its own prefixes, itself the last
-    one, at `position`; what follows there is of no meaning.
+    85$_ has the mask 1 1 1 0: to stop is an action of the policy, so its EOS counts. 8_5$ has 1 1 1 1: to the policy
+    "_" is a token like any other, which it may sample (wrongly), so `responses != PAD` would be no mask.
     """
-    n, t = rows.shape
-    place = 15 ** torch.arange(t, device=rows.device)  # token + 1 is a digit from 1 to 14: no two prefixes share a code
-    codes, number = ((rows + 1) * place).cumsum(dim=1).unique(return_inverse=True)  # sorted, so shorter ones first
-    cells = torch.arange(n * t, device=rows.device)
-    example = cells.new_empty(len(codes)).scatter_(0, number.flatten(), cells)  # a cell of `rows` where each one ends
-    return number, rows.flatten()[example], example % t, number[example // t]
+    is_eos = (responses == EOS).long()
+    eos_before = is_eos.cumsum(dim=1) - is_eos  # how many EOS stand before each token: 85$_ has 0 0 0 1
+    return (eos_before == 0).float()
 
 
-# 3. The model: a GPT-2 in miniature, about 100k parameters -----------------------------------------------------
+# 2. The model: a GPT-2 in miniature, about 100k parameters -----------------------------------------------------
 class Block(nn.Module):
     """One pre-LayerNorm transformer layer, as in GPT-2: x + attention(LN(x)), then x + MLP(LN(x))."""
 
@@ -105,26 +94,21 @@ class Block(nn.Module):
         self.fc = nn.Linear(width, 4 * width)
         self.fc_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, path: Tensor, bias: Tensor, past: Tensor | None, skip: int) -> tuple[Tensor, Tensor]:
-        """x [M, width], where x[m] attends to the tokens on `path` [M, T], with `bias` [M, T] added to the scores.
-        `past` has the keys and values [before, 2 * width] of the prefixes numbered before these. Returns (new x, the
-        keys and values so far): all M give keys and values, the first `skip` are not computed further, nor returned.
-        """
-        width = x.shape[1]
-        q, kv = self.qkv(self.ln_1(x)).split([width, 2 * width], dim=1)
-        kv = kv if past is None else torch.cat([past, kv])
-        q, x, path, bias = q[skip:], x[skip:], path[skip:], bias[skip:]
-        keys, values = F.embedding(path, kv).chunk(2, dim=2)  # for each x those on its own path, [M, T, width]
-        by_head = (*path.shape, self.heads, width // self.heads)
-        scores = (q.unsqueeze(1) * keys).view(by_head).sum(dim=3) * by_head[3] ** -0.5
-        weights = (scores + bias.unsqueeze(2)).softmax(dim=1)  # [M, T, heads]
-        attended = (weights.unsqueeze(3) * values.view(by_head)).sum(dim=1).view(x.shape)
-        x = x + self.proj(attended)
-        return x + self.fc_out(F.gelu(self.fc(self.ln_2(x)))), kv
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """x [N, T, width] -> [N, T - first, width]: the `first` positions are still looked at, but go no further."""
+        n, t, width = x.shape
+        qkv = self.qkv(self.ln_1(x)).view(n, t, 3 * self.heads, width // self.heads)
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [N, heads, T, width / heads]
+        # softmax(q k^T / sqrt(width / heads)) v, where a position sees itself and those before it. For whole rows
+        # `is_causal` says so, without `first` positions this mask: row i of the triangle is what position i sees.
+        sees = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()[first:] if first else None
+        attended = F.scaled_dot_product_attention(q[:, :, first:], k, v, attn_mask=sees, is_causal=not first)
+        x = x[:, first:] + self.proj(attended.transpose(1, 2).flatten(2))  # the heads side by side again
+        return x + self.fc_out(F.gelu(self.fc(self.ln_2(x))))
 
 
 class TinyLM(nn.Module):
-    """A causal, decoder-only transformer: GPT-2 in miniature, with learned positions and an untied head."""
+    """A causal, decoder-only transformer with learned positions and an untied head without bias."""
 
     def __init__(self, layers: int = 2, width: int = 64, heads: int = 4):
         super().__init__()
@@ -134,58 +118,62 @@ class TinyLM(nn.Module):
         self.ln_f = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(VOCAB), bias=False)
 
-    def forward(self, rows: Tensor, since: int = 0, past: list | None = None):
-        """Read tokens rows [N, T]: (logits [N, T - since, V] of what follows each token from position `since` on, the
-        cache). `past` is the cache of a call with the first `since` tokens, or fewer, of the same rows: they were read.
-        """
-        number, token, position, path = distinct_prefixes(rows)
-        read = 0 if past is None else len(past[0])
-        first = int(number[:, since].min())  # the first prefix whose logits are wanted
-        x = self.token_embedding(token[read:]) + self.position_embedding(position[read:])
-        future = torch.arange(rows.shape[1], device=rows.device) > position.unsqueeze(1)
-        bias = x.new_zeros(future.shape).masked_fill(future, -math.inf)[read:]
-        cache = []
-        for layer, block in enumerate(self.blocks):
-            skip = first - read if block is self.blocks[-1] else 0  # after the last layer no token looks at another
-            x, kv = block(x, path[read:], bias, past and past[layer], skip)
-            cache.append(kv)
-        return F.embedding(number[:, since:] - first, self.head(self.ln_f(x))), cache
+    def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """Logits [N, T - first, V] of what follows each of tokens [N, T], from position `first` on."""
+        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]  # [N, T, width]
+        *blocks, last = self.blocks
+        for block in blocks:
+            x = block(x)
+        x = last(x, first)  # nothing looks back any more: the positions whose logits nobody asked for can go
+        return self.head(self.ln_f(x))
 
 
-# 4. Sampling ---------------------------------------------------------------------------------------------------
+def policy_logits(model: TinyLM, tokens: Tensor, first: int, temperature: float = 1.0) -> Tensor:
+    """model(tokens, first) / temperature [N, T - first, V], whose softmax is the policy. Equal rows are computed once:
+    of the eight answers to a prompt many are the same, so this saves more than half of the work.
+    """
+    place = len(VOCAB) ** torch.arange(tokens.shape[1], device=tokens.device)
+    codes = (tokens * place).sum(dim=1)  # each row read as a number in base 14
+    distinct, number = codes.unique(return_inverse=True)  # row i of `tokens` is row number[i] of the distinct ones
+    rows = tokens.new_empty(len(distinct), tokens.shape[1])
+    rows[number] = tokens
+    return model(rows, first)[number] / temperature
+
+
+# 3. Sampling ---------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator=None, greedy: bool = False) -> Tensor:
     """One response to each prompt row: tokens [N, Tr], padded with PAD after the end-of-sequence. They are drawn from
     softmax(logits / temperature) with `generator`, a torch.Generator or None, or are the likeliest ones if `greedy`.
     """
-    rows, cache = prompts, None
+    tokens = prompts
     for _ in range(RESPONSE_LEN):
-        logits, cache = model(rows, rows.shape[1] - 1, cache)  # only the newest tokens are read
-        scores = logits.squeeze(1) / temperature  # [N, V]
-        if not greedy:  # Gumbel-max: with -log(-log(uniform)) added, the argmax is a draw from softmax(scores)
-            scores = scores - (-torch.rand(scores.shape, generator=generator, device=scores.device).log()).log()
-        rows = torch.cat([rows, scores.argmax(dim=1, keepdim=True)], dim=1)
-    responses = rows[:, prompts.shape[1] :]
+        logits = policy_logits(model, tokens, tokens.shape[1] - 1, temperature).squeeze(1)  # of the next token: [N, V]
+        if not greedy:
+            # The Gumbel-max trick: with noise -log(-log(uniform)) on the logits, the largest is a draw from their
+            # softmax. torch.multinomial would do, but slower, and it would stop at the NaN of a policy that is spoilt.
+            uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
+            logits = logits - (-uniform.log()).log()
+        tokens = torch.cat([tokens, logits.argmax(dim=1, keepdim=True)], dim=1)
+    responses = tokens[:, prompts.shape[1] :]
     return responses.masked_fill(response_mask(responses) == 0, PAD)
 
 
-# 5. Log-probs --------------------------------------------------------------------------------------------------
+# 4. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...], as exact as the type
-    holds the largest logit.
+    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]. As a difference of two
+    logarithms, for float32 and float64: in half precision it would be off by up to 0.1 nats.
     """
-    if logits.dtype not in (torch.float32, torch.float64):  # there the difference below is off by up to 0.1 nats
-        return F.log_softmax(logits, dim=-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
 
 
 def response_logits(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> Tensor:
     """Logits / temperature [N, Tr, V] from which each token of `responses` [N, Tr] was (or could have been) drawn.
-    Shifted by one: the prompt's last position predicts the first response token, and response token t predicts
-    token t + 1. The last response token predicts nothing that we need, so it is never read.
+    Shifted by one: the prompt's last token, at position Tp - 1, predicts the first of the response, and each token of
+    the response the one after it. Its last token predicts nothing that we need, so it is not even read.
     """
-    logits, _ = model(torch.cat([prompts, responses[:, :-1]], dim=1), since=prompts.shape[1] - 1)
-    return logits / temperature
+    tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
+    return policy_logits(model, tokens, prompts.shape[1] - 1, temperature)
 
 
 def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> Tensor:
@@ -195,31 +183,13 @@ def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: f
     return selective_log_softmax(response_logits(model, prompts, responses, temperature), responses)
 
 
-# 6. Evaluation -------------------------------------------------------------------------------------------------
-def success(logits: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """From the policy's logits [N, Tr, V] on the right answers `right` [N, Tr] of N problems (`response_logits`), for
-    each problem (p [N], greedy [N]): the exact probability that a sampled response is right, which is the product of
-    its tokens' probabilities; and 1 if greedy decoding is, which it is where every token of the right answer is the
-    likeliest one after those before it, else 0. Their means are the sampled and the greedy accuracy.
-    """
-    own = response_mask(right)
-    p = (selective_log_softmax(logits, right) * own).sum(dim=1).exp()
-    return p, ((logits.argmax(dim=-1) == right) | (own == 0)).all(dim=1).to(p.dtype)
-
-
-@torch.no_grad()
-def success_probability(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> Tensor:
-    """The exact probability [N] that a sampled response to each prompt is right."""
-    right = answers(prompts)
-    return success(response_logits(model, prompts, right, temperature), right)[0]
-
-
-# 7. SFT: the starting policy, which is also GRPO's reference ---------------------------------------------------
+# 5. SFT: the starting policy, which is also GRPO's reference ---------------------------------------------------
 def train_sft(seed: int = 3, target: float = 0.51, lr: float = 3e-3, batch: int = 64, max_steps: int = 2000) -> TinyLM:
     """A TinyLM trained on right answers until it samples `target` of a fixed set of training problems correctly.
-    It stops on measured accuracy, never on a step count: accuracy climbs so steeply here that a fixed count would
-    give anything from 0.3 to 0.9. The rate stays high and constant on purpose: an annealed policy sits in a spot so
-    narrow that GRPO's updates make it worse. Raises RuntimeError if `max_steps` do not suffice.
+
+    It stops on measured accuracy, never on a step count: accuracy climbs so steeply here that a fixed count would give
+    anything from 0.3 to 0.9. The learning rate is high and constant on purpose: starting policies whose rate was
+    lowered towards the end got worse under GRPO, not better. Raises RuntimeError if `max_steps` do not suffice.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # nn's initialisers draw from the global generator: lend it our seed
@@ -236,31 +206,43 @@ def train_sft(seed: int = 3, target: float = 0.51, lr: float = 3e-3, batch: int 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 or math.exp(-loss.item()) < target:  # not even single tokens are that likely: don't look further
-            continue
-        if success_probability(model, train[:500]).mean() >= target:
+        if step % 10 == 0 and success_probability(model, train[:500]).mean() >= target:
             return model
     raise RuntimeError(f"SFT did not reach a sampled accuracy of {target} in {max_steps} steps")
 
 
-# 8. Files ------------------------------------------------------------------------------------------------------
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it becomes `path` only if the block ends well, so no file is ever half there."""
+# 6. Evaluation: exact, since each problem has one right response -----------------------------------------------
+def success(logits: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """(p [N], greedy [N]) of N problems, from the policy's logits [N, Tr, V] on their right answers `right` [N, Tr].
+
+    p: the probability that a sampled response is right, which is the product of its tokens' probabilities.
+    greedy: 1.0 if greedy decoding is right, which it is where each token of the right answer is the likeliest one.
+    The means of p and of greedy are the sampled and the greedy accuracy.
+    """
+    own = response_mask(right)
+    p = (selective_log_softmax(logits, right) * own).sum(dim=1).exp()
+    greedy = ((logits.argmax(dim=-1) == right) | (own == 0)).all(dim=1)
+    return p, greedy.to(p.dtype)
+
+
+@torch.no_grad()
+def success_probability(model: TinyLM, prompts: Tensor, temperature: float = 1.0) -> Tensor:
+    """The exact probability [N] that a sampled response to each prompt is right."""
+    right = answers(prompts)
+    return success(response_logits(model, prompts, right, temperature), right)[0]
+
+
+# 7. Files ------------------------------------------------------------------------------------------------------
+def save_checkpoint(model: TinyLM, path: Path) -> None:
+    """Write the model's weights to `path`, whole or not at all. Raises OSError where they cannot be written."""
+    content = io.BytesIO()  # written to a full disk by itself, torch.save would raise a RuntimeError
+    torch.save(model.state_dict(), content)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        yield temporary
+        temporary.write_bytes(content.getbuffer())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def save_checkpoint(model: TinyLM, path: Path) -> None:
-    """Write the model's state dict to `path`, whole or not at all. Raises OSError where it cannot be written."""
-    content = io.BytesIO()  # written by itself, torch.save raises a RuntimeError where the disk is full
-    torch.save(model.state_dict(), content)
-    with whole_file(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
 
 
 def load_checkpoint(path: Path) -> TinyLM:

@@ -31,12 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
-from run import Parser, number  # noqa: E402
+from manifest import LAB as ROOT  # noqa: E402
+from manifest import TESTS  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
+from lab.flags import Parser, number  # noqa: E402
+
 REFERENCE = ROOT / "solutions" / "grpo.py"
 SFT = "tinylm_sft.pt"
-HANDED_OUT = ["tinylm.py", "conftest.py", "test_grpo.py", "pyproject.toml", SFT, "solutions/grpo.py"]
+HANDED_OUT = [*TESTS, SFT, "solutions/grpo.py"]
 FUNCTIONS = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
 TIMEOUT = 180.0  # seconds for one entry
 NAMED_AT_LEAST = 0.95
@@ -1939,6 +1941,8 @@ def work() -> None:
     import pytest  # noqa: PLC0415, F401 (not once per entry)
     import torch  # noqa: PLC0415, F401
 
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
+        del sys.modules[name]  # each entry brings its own, which stands beside its own tinylm
     gc.freeze()  # pytest collects garbage after each run: that is quick without torch's own objects
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output must not mix with the answers
@@ -2070,7 +2074,7 @@ def audit(
     with tempfile.TemporaryDirectory() as kit, ThreadPoolExecutor(len(workers)) as pool:
         for name in HANDED_OUT:
             target = Path(kit) / name
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target)
         # From the back: what takes long, the training of right solutions, starts first.
         pairs = list(zip(entries, sources, strict=True))

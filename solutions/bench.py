@@ -29,7 +29,7 @@ from unittest import mock
 
 LAB = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]  # `import grpo` is the reference
-from run import Parser, number  # noqa: E402
+from lab.flags import Parser, number  # noqa: E402
 
 Products = Counter  # (name of the operation, its operands' sizes and strides) -> how often
 Work = Callable[[], object]
@@ -100,7 +100,7 @@ class Iteration:
         import tinylm
 
         self.model, self.ref_model = copy.deepcopy(sft), copy.deepcopy(sft).requires_grad_(False)
-        self.config = grpo.GRPOConfig(prompts=prompts, G=G)
+        self.config = grpo.GRPOConfig(P=prompts, G=G)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.config.lr, fused=True)
         self.generator = torch.Generator().manual_seed(0)
         self.train_prompts, _ = tinylm.problems()
@@ -110,7 +110,7 @@ class Iteration:
     def draw(self):
         import torch
 
-        return self.train_prompts[torch.randint(len(self.train_prompts), (self.config.prompts,))]
+        return self.train_prompts[torch.randint(len(self.train_prompts), (self.config.P,))]
 
     def whole(self):
         import grpo
@@ -149,17 +149,13 @@ class Iteration:
 
 @contextmanager
 def no_sharing():
-    """Every row is read by itself, as if no two rows began alike."""
-    import torch
-
+    """Every row is read, as if no two were equal."""
     import tinylm
 
-    def every_prefix(rows):
-        n, t = rows.shape
-        number = torch.arange(n).unsqueeze(1) + n * torch.arange(t)
-        return number, rows.T.flatten(), torch.arange(t).repeat_interleave(n), number.repeat(t, 1)
+    def every_row(model, tokens, first, temperature=1.0):
+        return model(tokens, first) / temperature
 
-    with mock.patch.object(tinylm, "distinct_prefixes", every_prefix):
+    with mock.patch.object(tinylm, "policy_logits", every_row):
         yield
 
 
@@ -298,7 +294,7 @@ def against_trl(sft, iterations: int, threads: int) -> tuple[list[float], list[f
         _, tokenizer = save_gpt2(sft, Path(folder) / "sft")
         settings = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=config.prompts * config.G,
+            per_device_train_batch_size=config.P * config.G,
             num_generations=config.G,
             num_iterations=config.inner_steps,
             max_steps=config.inner_steps * (iterations + 1),

@@ -27,7 +27,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from calibrate import LAST, figures  # noqa: E402
 
-from run import COLOURS, Parser, build_parser, number, settings_of, smooth  # noqa: E402
+from lab.files import whole_file  # noqa: E402
+from lab.flags import Parser, number, run_parser, settings_of  # noqa: E402
 
 OUT = HERE / "experiments.md"
 FOLDER = HERE / "experiments"  # the pictures, and the runs
@@ -39,7 +40,7 @@ VARIANTS = {
     "default": {},
     "reuse": {"inner_steps": 8},
     "noclip": {"inner_steps": 8, "clip": 1000.0},
-    "pairs": {"G": 2, "prompts": 64},
+    "pairs": {"G": 2, "P": 64},
     "nostd": {"std": False},
     "noleash": {"beta": 0.0},
     "leash": {"beta": 0.5},
@@ -48,8 +49,8 @@ VARIANTS = {
     "fast": {"lr": 1e-3},
     "G4": {"G": 4},
     "G16": {"G": 16},
-    "P4": {"prompts": 4},
-    "P64": {"prompts": 64},
+    "P4": {"P": 4},
+    "P64": {"P": 64},
     "long": {"iters": 1000},
     "k1": {"kl": "k1"},
     "k2": {"kl": "k2"},
@@ -300,7 +301,7 @@ def command(variant: str) -> str:
     """The command that a student runs for it."""
     changes = dict(VARIANTS[variant])
     estimator = changes.pop("kl", None)
-    args = build_parser().parse_args([])
+    args = run_parser().parse_args([])
     default = settings_of(args)
     vars(args).update(changes)
     flags = " ".join(word for word in settings_of(args) if word not in default)
@@ -413,7 +414,7 @@ def run_one(job: tuple[str, int]) -> None:
     result = origin(variant) | {"figures": measured, "history": history}
     if variant == "default":
         result |= {"before": anatomy(sft), "after": anatomy(model)}
-    with tinylm.whole_file(path_of(variant, seed)) as temporary:
+    with whole_file(path_of(variant, seed)) as temporary:
         temporary.write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -469,6 +470,8 @@ def table(variants: list[str], results: dict[str, list[dict]]) -> list[str]:
 def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
     """Four panels over the iterations: each variant's mean over the seeds, and the band from lowest to highest."""
     from matplotlib.figure import Figure
+
+    from lab.pictures import COLOURS, smooth
 
     figure = Figure(figsize=(15, 4), layout="constrained")
     panels = figure.subplots(1, 4)
@@ -542,8 +545,6 @@ highest.
 
 def write(seeds: int) -> list[str]:
     """Write experiments.md and its pictures. Returns the names of the experiments whose answer does not hold."""
-    from tinylm import whole_file
-
     results = {variant: read(variant, seeds) for variant in VARIANTS}
     means = means_of(results)
     failed = []

@@ -35,9 +35,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-LAB = Path(__file__).resolve().parent.parent
+from manifest import LAB, TESTS
+
 sys.path.append(str(LAB))  # not first: with solutions/ before it, `import grpo` is the reference
-from run import Parser, number  # noqa: E402
+from lab.files import whole_file
+from lab.flags import Parser, number
 
 SOURCE_LIMIT, ZIP_LIMIT, MEMBERS_LIMIT = 2**20, 50 * 2**20, 10_000  # bytes, bytes, files
 MEMORY = 2 * 2**30  # bytes that a submission may allocate, beside what Python and torch take
@@ -213,7 +215,7 @@ def prepare_exam(timeout: float, private: list[Path]) -> Exam:
     import tinylm  # noqa: PLC0415  it imports torch, for seconds
 
     tinylm.load_or_train_sft()
-    files = {n: (LAB / n).read_bytes() for n in ("tinylm.py", "conftest.py", "test_grpo.py", "pyproject.toml")}
+    files = {name: (LAB / name).read_bytes() for name in TESTS}
     files["tinylm_sft.pt"] = tinylm.SFT_PATH.read_bytes()
     reference = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")
     stand_ins = {task: unwritten(reference, task).encode() for task in task_bodies(reference)}
@@ -290,6 +292,7 @@ class Sandbox:
         (work / "solutions").mkdir(parents=True)
         home.mkdir()
         for name, content in (exam.files | {"grpo.py": source}).items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_bytes(content)
         if uid is not None:  # may enter, and write in its home alone
             self.folder.chmod(0o755)
@@ -579,8 +582,6 @@ def gradescope(grade: Grade, exam: Exam) -> dict:
 
 
 def write_whole(path: Path, text: str) -> None:
-    from tinylm import whole_file  # noqa: PLC0415  it imports torch
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)

@@ -27,7 +27,7 @@ from tinylm import TinyLM
 class Samples:
     """One batch of responses: N = P * G rows, prompt-major."""
 
-    prompts: Tensor  # [N, Tp] int64, each prompt G times in a row
+    prompts: Tensor  # [N, Tp] int64: each of the P prompts, G times in a row
     responses: Tensor  # [N, Tr] int64, padded after the end-of-sequence
     mask: Tensor  # [N, Tr] 1 on own tokens up to and including the end-of-sequence, else 0
     rewards: Tensor  # [N] float32
@@ -36,10 +36,10 @@ class Samples:
 
 @dataclass
 class GRPOConfig:
-    """The hyperparameters, each a flag of `run.py`: `inner_steps` is `--inner-steps`; `std = False` is `--no-std`."""
+    """The hyperparameters, each a flag of `run.py`: P is `--prompts`, `std = False` is `--no-std`."""
 
     iters: int = 300  # training iterations
-    prompts: int = 16  # P, prompts per iteration
+    P: int = 16  # prompts per iteration
     G: int = 8  # responses per prompt, the group size
     inner_steps: int = 2  # gradient steps on each batch of samples
     lr: float = 3e-4  # Adam's learning rate
@@ -65,7 +65,7 @@ def sample_group(
 
     Args:
         model: the policy to sample from.
-        prompts: [P, Tp] int64 token ids.
+        prompts: [P, Tp] int64 token ids, each prompt once (in the Samples there are N rows of them).
         G: responses per prompt.
         temperature: tokens are drawn from softmax(logits / temperature).
         generator: the source of randomness; pass it on to `tinylm.generate`.
@@ -157,7 +157,7 @@ def k3_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
     Hints:
         1. log(u) is a difference of the two arguments; mind which one is on top.
-        2. The gradient with respect to `logp` is 1 - u: do not detach it.
+        2. The gradient with respect to `logp` is 1 - u: detach neither u nor log(u).
     """
     # TODO(task 3)
     log_u = ref_logp - logp
@@ -197,9 +197,10 @@ def grpo_loss(
         beta: weight of the KL penalty.
 
     Returns:
-        (loss, metrics): loss is a scalar with gradient; metrics are detached scalars, each a mean over all own
-        tokens of the batch: "clip_fraction", the share of tokens whose clipped term is the smaller one (they
-        get no gradient from the surrogate); "kl", the mean k3; "ratio", the mean ratio.
+        loss: a scalar with gradient, averaged as above.
+        metrics: detached scalars to look at, which take one plain average over all own tokens of the batch:
+            "clip_fraction": the share of tokens whose clipped term is the smaller one, which get no gradient from
+            the surrogate; "kl": the mean k3, without beta; "ratio": the mean ratio.
 
     Example, clip = 0.2, beta = 0: ratio 1.5 gives 1.2 * A for A = +1 (clipped), but 1.5 * A for A = -1 (not
         clipped: the token became likelier although the answer was wrong, so the gradient must stay).
@@ -299,21 +300,20 @@ def token_entropy(logits: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: TinyLM, prompts: Tensor, config: GRPOConfig) -> dict[str, float]:
-    """Sampled and greedy accuracy on `prompts`, the entropy over one fresh response to each of them, and the share of
+    """Sampled and greedy accuracy on `prompts`, the entropy over a fresh response to every second one, and the share of
     groups without signal to expect: a group of G is all right with probability p^G, all wrong with (1 - p)^G.
     """
+    right = tinylm.answers(prompts)
+    p, greedy = tinylm.success(tinylm.response_logits(model, prompts, right, config.temperature), right)
+    some = prompts[::2]  # enough for the entropy: over 250 responses its sampling error is 0.001 nats
     # A generator of its own: how often we look must not change what is trained.
     generator = torch.Generator(prompts.device).manual_seed(config.seed)
-    responses = tinylm.generate(model, prompts, config.temperature, generator)
-    right = tinylm.answers(prompts)
-    # In one call, since most responses begin as the right answers do: what is the same is computed once.
-    logits = tinylm.response_logits(model, prompts.repeat(2, 1), torch.cat([right, responses]), config.temperature)
-    on_right, on_responses = logits.chunk(2)
-    p, greedy = tinylm.success(on_right, right)
+    responses = tinylm.generate(model, some, config.temperature, generator)
+    logits = tinylm.response_logits(model, some, responses, config.temperature)
     return {
         "sampled_accuracy": p.mean().item(),
         "greedy_accuracy": greedy.mean().item(),
-        "entropy": token_entropy(on_responses, tinylm.response_mask(responses)).item(),
+        "entropy": token_entropy(logits, tinylm.response_mask(responses)).item(),
         "expected_zero_signal": (p**config.G + (1 - p) ** config.G).mean().item(),
     }
 
@@ -359,9 +359,9 @@ def train_grpo(
     for iteration in range(config.iters + 1):
         row = {"iteration": iteration}
         if iteration > 0:
-            prompts = train_prompts[torch.randint(len(train_prompts), (config.prompts,), generator=draw)]
+            prompts = train_prompts[torch.randint(len(train_prompts), (config.P,), generator=draw)]
             samples, metrics = grpo_step(model, ref_model, optimizer, prompts, config, generator)
-            check_samples(samples, config.prompts, config.G)
+            check_samples(samples, config.P, config.G)
             group_means = samples.rewards.view(-1, config.G).mean(dim=1)
             row["reward"] = group_means.mean().item()
             row["all_right"] = (group_means == 1).float().mean().item()

@@ -19,14 +19,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from grade import LAB, task_bodies  # grade.py also puts the lab's folder on the path
+from grade import task_bodies  # grade.py also puts the lab's folder on the path
+from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 
-from run import Parser
+from lab.files import whole_file
+from lab.flags import Parser
 
-STUDENT = """.gitignore LICENSE README.md colab_grpo_trl.md conftest.py grpo.py passk.py pyproject.toml requirements.txt
-    run.py test_grpo.py tinylm.py"""
-AUTOGRADER = """conftest.py pyproject.toml requirements.txt run.py solutions/grade.py solutions/grpo.py
-    solutions/sandbox.py test_grpo.py tinylm.py"""
 OURS = b"Lab 15, by solutions/release.py"  # the archive's comment, by which it is known again
 
 SETUP = """\
@@ -138,11 +136,6 @@ def check_archive(path: Path, inside: str) -> None:
         raise Unfit(f"in the unpacked archive the reference does not pass: {'; '.join(why[:3])}")
 
 
-def solutions_files() -> list[str]:
-    paths = [*(LAB / "solutions").glob("*"), *(LAB / "solutions" / "tests").glob("*")]
-    return sorted(path.relative_to(LAB).as_posix() for path in paths if path.suffix in (".py", ".md", ".txt"))
-
-
 def release(out: Path, gradescope: bool, with_solutions: bool) -> str:
     """Check, then write the archive, whole or not at all. Returns what was done, for the screen. Raises Unfit."""
     if out.exists():
@@ -157,13 +150,11 @@ def release(out: Path, gradescope: bool, with_solutions: bool) -> str:
     if written := written_tasks(handout):
         raise Unfit(f"grpo.py: task {written[0]} is not left unwritten as it should be")
     if gradescope:
-        files, inside = files_of(AUTOGRADER.split()), ""
+        files, inside = files_of(AUTOGRADER), ""
         files |= {"setup.sh": SETUP.encode(), "run_autograder": RUN.encode()}
     else:
-        files, inside = files_of(STUDENT.split() + (solutions_files() if with_solutions else [])), "lab15"
+        files, inside = files_of(STUDENT + (solutions_files() if with_solutions else [])), "lab15"
         files = {f"{inside}/{name}": content for name, content in files.items()}
-
-    from tinylm import whole_file  # noqa: PLC0415  it imports torch
 
     replaced = out.exists()
     with whole_file(out) as temporary:

@@ -27,7 +27,10 @@ from pathlib import Path
 
 FILE_SIZE, WRITES = 16 * 2**20, 100  # bytes to which a file may grow; how often files may be opened for writing
 SAMPLES = ("prompts", "responses", "mask", "rewards", "texts")
-STRICT = ("tinylm", "test_grpo", "conftest")  # here nothing at all may change
+STRICT = ("tinylm", "test_grpo", "conftest", "lab", "lab.inputs", "lab.examine", "lab.diagnose")
+STRICT += tuple(
+    f"lab.diagnose.{name}" for name in ("samples", "advantages", "k3", "loss", "step")
+)  # nothing may change
 CRITICAL = (*STRICT, "builtins", "math", "statistics", "torch", "torch.nn.functional", "torch.testing")
 # pytest's own plugins that grading does not need; several keep its configuration where a student's code could find it.
 WITHOUT = """assertion cacheprovider debugging doctest faulthandler junitxml legacypath logging pastebin threadexception
@@ -93,7 +96,7 @@ def make_rules(work: str, home: str, libraries: list[str], private: list[str]) -
         home=absolute(home),
         libraries=libraries,
         private=[*map(absolute, private)],
-        own={f"{absolute(work)}/{name}.py" for name in STRICT} | {absolute(__file__)},
+        own={absolute(f"{work}/{name.replace('.', '/')}{end}") for name in STRICT for end in (".py", "/__init__.py")},
         go_betweens=tuple(f"{folder}/{name}" for folder in folders for name in names),
         writes=0,
         notes=[],
@@ -383,7 +386,7 @@ def send(state, kind: str, message: str = "") -> None:
 
 
 def watched_call(state, call, task: int, *args):
-    """For Lab.call: when a student's function returns, nothing critical may have been replaced.
+    """For Examiner.call: when a student's function returns, nothing critical may have been replaced.
 
     Looking after the test is not enough: what was returned can undo a replacement when it is deleted.
     """
@@ -435,7 +438,7 @@ def make_plugin(state) -> types.ModuleType:
             own, given = (getattr(module, "GRPOConfig", None) for module in (value[0], state.handout))
             if list(getattr(own, "__dataclass_fields__", ())) == list(given.__dataclass_fields__):
                 value[0].GRPOConfig = given  # one that means what it says
-        if fixturedef.argname == "lab":
+        if fixturedef.argname == "examiner":
             value.call = functools.partial(watched_call, state, value.call)
         return value
 

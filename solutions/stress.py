@@ -37,9 +37,10 @@ LAB = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
 from bench import busy_core  # noqa: E402
 from grade import finished_rows  # noqa: E402
-from release import STUDENT, solutions_files  # noqa: E402
+from manifest import STUDENT, solutions_files  # noqa: E402
 
-from run import Parser, number, read_csv  # noqa: E402
+from lab.flags import Parser, number  # noqa: E402
+from lab.history import read_csv  # noqa: E402
 
 SFT = "tinylm_sft.pt"
 TIMEOUT = 900  # seconds, for a command that is not killed
@@ -52,7 +53,7 @@ def copy_lab(folder: Path) -> Path:
     from tinylm import load_or_train_sft  # noqa: PLC0415  it imports torch: only where it is needed
 
     load_or_train_sft()
-    for name in [*STUDENT.split(), *solutions_files(), SFT]:
+    for name in [*STUDENT, *solutions_files(), SFT]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(LAB / name, folder / name)
     return folder
@@ -314,7 +315,7 @@ def contents(folder: Path) -> Contents:
 
 
 def finished(files: Contents) -> Contents:
-    """Without the temporary files of `tinylm.whole_file`, .PID.NAME."""
+    """Without the temporary files of `lab.files.whole_file`, .PID.NAME."""
     return {name: content for name, content in files.items() if not re.match(r"\.\d+\.", Path(name).name)}
 
 

@@ -131,6 +131,7 @@ def test_audit_turns_red_when_the_tests_fall_short(capsys):
 def test_slow_entry_is_stopped_and_the_next_one_runs(monkeypatch, tmp_path):
     for name in audit.HANDED_OUT:
         (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(audit.ROOT / name, tmp_path / name)
     job = {"kit": str(tmp_path), "select": "task3", "says": [], "train": False}
     worker = audit.Worker()

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import copy_lab, finish, names, start
+from manifest import STUDENT
 
-import run
 import tinylm
+from lab.history import read_csv
 
-LAB = Path(run.__file__).resolve().parent
 TINY = ["--iters", "2", "--prompts", "2", "--G", "2", "--eval-every", "1", "--solutions"]
 FILES = {"grpo_tinylm.png", "grpo_tinylm.csv", "tinylm_grpo.pt"}
 
@@ -20,31 +21,19 @@ FILES = {"grpo_tinylm.png", "grpo_tinylm.csv", "tinylm_grpo.pt"}
 def lab(tmp_path, sft) -> Path:
     """A copy of the lab whose path is long, with spaces and letters of several alphabets."""
     folder = tmp_path / "Üben & Spaß, très bien (été)" / "数学 и ещё" / ("x" * 80) / "lab 15"
-    (folder / "solutions").mkdir(parents=True)
-    for name in ("run.py", "passk.py", "tinylm.py", "grpo.py", "conftest.py", "test_grpo.py", "solutions/grpo.py"):
-        shutil.copyfile(LAB / name, folder / name)
-    tinylm.save_checkpoint(sft, folder / tinylm.SFT_PATH.name)
-    return folder
+    return copy_lab([*STUDENT, "solutions/grpo.py", tinylm.SFT_PATH.name], folder)
 
 
-def start(lab: Path, program: str, *flags: str, cwd: Path | None = None, **changes: str | None):
+def run_program(lab: Path, program: str, *flags: str, cwd: Path | None = None, **changes: str | None):
     """Run a program of the copy; `changes` go into its environment, None takes a variable out."""
-    environment = {name: value for name, value in (os.environ | changes).items() if value is not None}
-    pipes = {"capture_output": True, "text": True, "encoding": "utf-8", "timeout": 300}
-    return subprocess.run(
-        [sys.executable, lab / program, *flags], cwd=cwd or lab, env=environment, check=False, **pipes
-    )
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    return finish(start(cwd or lab, lab / program, *flags, **changes))
 
 
 def test_a_path_that_is_long_and_not_ascii(lab):
-    done = start(lab, "run.py", *TINY, PYTHONUTF8=None, LC_ALL="C")
+    done = run_program(lab, "run.py", *TINY, PYTHONUTF8=None, LC_ALL="C")
     assert (done.returncode, done.stderr) == (0, "")
     assert names(lab) >= FILES
-    again = start(lab, "run.py", "--redraw", "grpo_tinylm.csv", "--out", "été.png")
+    again = run_program(lab, "run.py", "--redraw", "grpo_tinylm.csv", "--out", "été.png")
     assert (again.returncode, again.stderr) == (0, "") and (lab / "été.png").exists()
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--solutions", "-k", "task2", "-p", "no:cacheprovider"],
@@ -57,18 +46,20 @@ def test_a_path_that_is_long_and_not_ascii(lab):
 
 def test_no_home_and_no_display(lab, tmp_path):
     gone = str(tmp_path / "nowhere")
-    done = start(lab, "run.py", *TINY, HOME=None, USER=None, XDG_CACHE_HOME=gone, DISPLAY=None, MPLBACKEND="TkAgg")
+    done = run_program(
+        lab, "run.py", *TINY, HOME=None, USER=None, XDG_CACHE_HOME=gone, DISPLAY=None, MPLBACKEND="TkAgg"
+    )
     assert done.returncode == 0 and names(lab) >= FILES, done.stderr
 
 
 @pytest.mark.parametrize("year", [1975, 2100])
 def test_clocks_that_were_set_back_or_forward(lab, year):
     seconds = (year - 1970) * 365.25 * 86400
-    first = start(lab, "run.py", *TINY)
+    first = run_program(lab, "run.py", *TINY)
     for path in lab.rglob("*"):
         os.utime(path, (seconds, seconds))
     before = (lab / "grpo_tinylm.csv").read_bytes()
-    again = start(lab, "run.py", *TINY)
+    again = run_program(lab, "run.py", *TINY)
     assert (first.returncode, again.returncode, again.stderr) == (0, 0, "")
     assert (lab / "grpo_tinylm.csv").read_bytes() == before
 
@@ -91,17 +82,17 @@ def mounted(tmp_path):
 
 def test_a_full_disk(lab, mounted):
     folder = mounted("size=64k")  # the CSV fits, the checkpoint does not
-    done = start(lab, "run.py", *TINY, cwd=folder)
+    done = run_program(lab, "run.py", *TINY, cwd=folder)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert "could not save" in done.stderr and "No space left" in done.stderr
     assert names(folder) <= {"grpo_tinylm.csv"}, "a file was left behind that is not whole"
-    assert len(run.read_csv(folder / "grpo_tinylm.csv").history) == 3
+    assert len(read_csv(folder / "grpo_tinylm.csv").history) == 3
 
 
 def test_a_folder_that_is_read_only(lab, mounted):
     folder = mounted("size=4m", "ro")
     for program, flags in (("run.py", TINY), ("passk.py", [])):
-        done = start(lab, program, *flags, cwd=folder)
+        done = run_program(lab, program, *flags, cwd=folder)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done
         assert "cannot write to the folder" in done.stderr and "Read-only" in done.stderr
     assert names(folder) == set()

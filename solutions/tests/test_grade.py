@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import grade
 import pytest
+from helpers import copy_lab
+from manifest import AUTOGRADER
 
 import tinylm
 
@@ -34,6 +35,8 @@ SMALL_TESTS = """
 import copy
 
 import pytest
+from helpers import copy_lab
+from manifest import AUTOGRADER
 import torch
 
 import tinylm
@@ -62,56 +65,53 @@ PROMPTS = tinylm.encode(["12+34=", "56+78="])
 
 
 @pytest.mark.points(20)
-def test_task1_rows(lab):
-    samples = lab.call(1, model(), PROMPTS, 3, 1.0, torch.Generator().manual_seed(0))
+def test_task1_rows(examiner):
+    samples = examiner.call(1, model(), PROMPTS, 3, 1.0, torch.Generator().manual_seed(0))
     expected = tinylm.response_mask(samples.responses)
-    lab.compare(1, "samples.mask", lab.tensor(1, "mask", samples.mask, (6, 4)), expected, {})
+    examiner.compare(1, "samples.mask", examiner.tensor(1, "mask", samples.mask, (6, 4)), expected, {})
 
 
 @pytest.mark.points(20)
-def test_task2_values(lab):
-    got = lab.tensor(2, "the advantages", lab.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
-    lab.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
+def test_task2_values(examiner):
+    got = examiner.tensor(2, "the advantages", examiner.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
+    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
 
 
-def check_k3(lab, log_u):
+def check_k3(examiner, log_u):
     logp = torch.full_like(log_u, -2.0)
-    got = lab.tensor(3, "k3", lab.call(3, logp, logp + log_u), tuple(log_u.shape))
-    lab.compare(3, "k3", got, log_u.double().exp() - log_u - 1, {})
+    got = examiner.tensor(3, "k3", examiner.call(3, logp, logp + log_u), tuple(log_u.shape))
+    examiner.compare(3, "k3", got, log_u.double().exp() - log_u - 1, {})
 
 
 @pytest.mark.points(12)
-def test_task3_positive(lab):
-    check_k3(lab, torch.tensor([[1.0, 0.5]]))
+def test_task3_positive(examiner):
+    check_k3(examiner, torch.tensor([[1.0, 0.5]]))
 
 
 @pytest.mark.points(8)
-def test_task3_negative(lab):
-    check_k3(lab, torch.tensor([[-1.0, -0.5]]))
+def test_task3_negative(examiner):
+    check_k3(examiner, torch.tensor([[-1.0, -0.5]]))
 
 
 @pytest.mark.points(20)
-def test_task4_clip(lab):
-    lab.stand_in(4, {3: lambda lab: check_k3(lab, torch.tensor([[1.0]]))})
+def test_task4_clip(examiner):
     old = torch.zeros(2, 1)
     logp = torch.tensor([[1.5], [0.5]]).log()
-    loss, _ = lab.call(4, logp, old, logp.clone(), torch.tensor([1.0, 1.0]), torch.ones(2, 1), 0.2, 0.0)
-    lab.compare(4, "the loss", lab.tensor(4, "the loss", loss, ()), torch.tensor(-0.85), {})
+    loss, _ = examiner.call(4, logp, old, logp.clone(), torch.tensor([1.0, 1.0]), torch.ones(2, 1), 0.2, 0.0)
+    examiner.compare(4, "the loss", examiner.tensor(4, "the loss", loss, ()), torch.tensor(-0.85), {})
 
 
 @pytest.mark.points(20)
-def test_task5_step(lab):
-    nothing = lambda lab: None
-    lab.stand_in(5, {1: nothing, 2: nothing, 3: nothing, 4: nothing})
+def test_task5_step(examiner):
     policy = model()
     before = copy.deepcopy(policy)
-    config = lab.grpo.GRPOConfig(G=4, inner_steps=1, beta=0.5)
+    config = examiner.grpo.GRPOConfig(G=4, inner_steps=1, beta=0.5)
     reference = copy.deepcopy(policy)
     with torch.no_grad():
         reference.head.weight += 0.1  # so that k3 has a slope, whatever the rewards
-    lab.call(5, policy, reference, Descent(policy.parameters()), PROMPTS, config, torch.Generator().manual_seed(0))
+    examiner.call(5, policy, reference, Descent(policy.parameters()), PROMPTS, config, torch.Generator().manual_seed(0))
     if torch.equal(policy.head.weight, before.head.weight):
-        lab.fail(5, "the weights do not change")
+        examiner.fail(5, "the weights do not change")
     assert torch.equal(policy.position_embedding.weight[-1], before.position_embedding.weight[-1])
 """
 
@@ -119,10 +119,7 @@ def test_task5_step(lab):
 def small_lab(folder: Path) -> Path:
     """A copy of the lab whose tests are SMALL_TESTS."""
     tinylm.load_or_train_sft()
-    (folder / "solutions").mkdir(parents=True)
-    names = ["tinylm.py", "conftest.py", "pyproject.toml", "run.py", "grpo.py", "tinylm_sft.pt"]
-    for name in names + [f"solutions/{name}.py" for name in ("grade", "sandbox", "grpo")]:
-        shutil.copyfile(LAB / name, folder / name)
+    copy_lab([*AUTOGRADER, "grpo.py", "tinylm_sft.pt"], folder)
     (folder / "test_grpo.py").write_text(SMALL_TESTS, encoding="utf-8")
     return folder
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import call_main
+from matplotlib.figure import Figure
 
 import passk
-import run
 import tinylm
+from lab.files import PICTURES, check_marked
+from lab.pictures import PASSK_MARK, plot_passk
 from passk import pass_at_k
 
 LAB = Path(__file__).resolve().parents[2]
@@ -173,7 +176,7 @@ def call(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["passk.py", *flags])
         try:
-            status = passk.main()
+            status = call_main(passk)
         except SystemExit as error:
             status = error.code
         return status, *capsys.readouterr()
@@ -232,18 +235,18 @@ def test_a_seed_repeats_the_table_and_the_picture_is_replaced(trained, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["passk.png"]
 
 
-@pytest.mark.parametrize("ending", run.PICTURES)
+@pytest.mark.parametrize("ending", PICTURES)
 def test_a_picture_of_passk_may_be_replaced_and_no_other(ending, tmp_path):
     path = tmp_path / f"curves{ending}"
-    run.check_marked(path, passk.MARK)
+    check_marked(path, PASSK_MARK)
     curves = {"SFT": np.linspace(0.5, 0.99, 64), "GRPO": np.linspace(0.8, 0.98, 64)}
     difference = curves["GRPO"] - curves["SFT"]
-    passk.plot(curves, curves, difference - 0.02, difference + 0.02, "a test", path)
+    plot_passk(curves, curves, difference - 0.02, difference + 0.02, "a test", path)
     assert is_picture(path)
-    run.check_marked(path, passk.MARK)
-    path.write_bytes(path.read_bytes().replace(passk.MARK.encode(), b"x" * len(passk.MARK)))
+    check_marked(path, PASSK_MARK)
+    path.write_bytes(path.read_bytes().replace(PASSK_MARK.encode(), b"x" * len(PASSK_MARK)))
     with pytest.raises(ValueError, match="is there already"):
-        run.check_marked(path, passk.MARK)
+        check_marked(path, PASSK_MARK)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
@@ -292,8 +295,8 @@ def test_bad_checkpoints_and_devices_end_in_one_line(case, trained, tmp_path, ca
 def test_help_and_refusals_do_not_wait_for_torch(tmp_path):
     """Importing torch takes seconds; here it would end the program."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
-    result = start(tmp_path, PYTHONPATH=str(tmp_path))
-    assert_one_line(result.returncode, result.stderr, "run `python run.py` first")
+    result = start(tmp_path, "--n", "127", PYTHONPATH=str(tmp_path))
+    assert_one_line(result.returncode, result.stderr, "127")
     result = start(tmp_path, "--help", PYTHONPATH=str(tmp_path))
     assert result.returncode == 0
     for words in ("--grpo", "tinylm_grpo.pt", "--n", "256", "--temperature", "1.0", "--seed", "--device", "--out"):
@@ -301,11 +304,11 @@ def test_help_and_refusals_do_not_wait_for_torch(tmp_path):
 
 
 def test_a_picture_that_cannot_be_saved(trained, tmp_path, call, monkeypatch):
-    def full(*args):
-        args[-1].write_bytes(b"half a picture")
+    def full(figure, path, **options):
+        path.write_bytes(b"half a picture")
         raise OSError("no space left")
 
-    monkeypatch.setattr(passk, "plot", full)
+    monkeypatch.setattr(Figure, "savefig", full)
     monkeypatch.setattr(passk, "count_right", lambda model, prompts, n, *rest: np.zeros(len(prompts), dtype=int))
     status, stdout, stderr = call("--grpo", str(trained))
     assert_one_line(status, stderr, "no space left")

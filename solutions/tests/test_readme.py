@@ -4,18 +4,17 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean, median
 
 import calibrate
 import experiments
 import pytest
+from manifest import LAB
 
-import passk
-import run
 import tinylm
+from lab.flags import passk_parser, run_parser
+from lab.history import read_csv
 
-LAB = Path(run.__file__).resolve().parent
 README = (LAB / "README.md").read_text(encoding="utf-8")
 RANGE = re.compile(r"(-?\d\.\d+) \((-?\d\.\d+) to (-?\d\.\d+)\)")
 
@@ -42,7 +41,7 @@ def fresh(tmp_path_factory, sft):
     folder = tmp_path_factory.mktemp("fresh")
     done = subprocess.run([sys.executable, LAB / "run.py", "--solutions"], cwd=folder, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-    history = run.read_csv(folder / "grpo_tinylm.csv").history
+    history = read_csv(folder / "grpo_tinylm.csv").history
     model = tinylm.load_checkpoint(folder / "tinylm_grpo.pt")
     figures = calibrate.figures(sft, model, history)
     gain = history[100]["sampled_accuracy"] - history[0]["sampled_accuracy"]
@@ -100,7 +99,7 @@ def commands() -> list[list[str]]:
 def test_every_command_of_the_readme_is_one():
     assert len(commands()) > 20
     for program, *flags in commands():
-        parser = run.build_parser() if program == "run.py" else passk.build_parser()
+        parser = run_parser() if program == "run.py" else passk_parser()
         parser.parse_args(flags)
     named = {flag for _, *flags in commands() for flag in flags if flag.startswith("--")}
     assert {"--versus", "--redraw", "--show", "--solutions"} <= named

@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import release
+from helpers import copy_lab
+from manifest import AUTOGRADER, STUDENT
 
 import tinylm
 
@@ -23,31 +24,26 @@ import torch
 
 
 @pytest.mark.points(60)
-def test_task2_values(lab):
-    got = lab.tensor(2, "the advantages", lab.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
-    lab.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
+def test_task2_values(examiner):
+    got = examiner.tensor(2, "the advantages", examiner.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
+    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
 
 
 @pytest.mark.points(40)
-def test_task3_values(lab):
-    got = lab.tensor(3, "k3", lab.call(3, torch.zeros(1, 1), torch.ones(1, 1)), (1, 1))
-    lab.compare(3, "k3", got, torch.tensor([[0.71828]]), {})
+def test_task3_values(examiner):
+    got = examiner.tensor(3, "k3", examiner.call(3, torch.zeros(1, 1), torch.ones(1, 1)), (1, 1))
+    examiner.compare(3, "k3", got, torch.tensor([[0.71828]]), {})
 """
 NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A copy of the lab with two quick tests; what is not written yet in the lab is an empty file."""
+    """A copy of the lab with two quick tests."""
     tinylm.load_or_train_sft()
     folder = tmp_path_factory.mktemp("release") / "lab"
-    (folder / "solutions" / "tests").mkdir(parents=True)
-    names = ["grade.py", "grpo.py", "release.py", "sandbox.py"]
-    for name in [*release.STUDENT.split(), "tinylm_sft.pt", *(f"solutions/{name}" for name in names)]:
-        if (LAB / name).exists():
-            shutil.copyfile(LAB / name, folder / name)
-        else:
-            (folder / name).touch()
+    copy_lab([*STUDENT, *AUTOGRADER, "solutions/release.py", "tinylm_sft.pt"], folder)
+    (folder / "solutions" / "tests").mkdir()
     (folder / "solutions" / "tests" / "test_x.py").touch()
     (folder / "solutions" / "x.pyc").touch()
     (folder / "test_grpo.py").write_text(QUICK_TESTS, encoding="utf-8")
@@ -70,7 +66,7 @@ def test_students_archive(lab):
     first = digest(out)
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-        assert archive.namelist() == [f"lab15/{name}" for name in sorted(release.STUDENT.split())]
+        assert archive.namelist() == [f"lab15/{name}" for name in sorted(STUDENT)]
         assert archive.read("lab15/grpo.py") == (LAB / "grpo.py").read_bytes()
 
     for path in lab.rglob("*.py"):
@@ -82,7 +78,7 @@ def test_students_archive(lab):
     done = run_release(lab, "--with-solutions")
     assert done.returncode == 0 and "the solutions among them" in done.stdout
     with zipfile.ZipFile(out) as archive:
-        extra = set(archive.namelist()) - {f"lab15/{name}" for name in release.STUDENT.split()}
+        extra = set(archive.namelist()) - {f"lab15/{name}" for name in STUDENT}
     assert {"lab15/solutions/grpo.py", "lab15/solutions/tests/test_x.py"} < extra
     assert not any(name.endswith((".pyc", ".pt")) for name in extra)
 

@@ -1,0 +1,1 @@
+"""What the commands and the tests share. Nobody needs to read this to do the lab."""

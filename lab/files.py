@@ -1,0 +1,79 @@
+"""Where a command writes: whole files or none, its own and no others, one run at a time."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock  # comes with torch
+
+from lab.flags import DEFAULT_OUT
+
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary path to write to; it becomes `path` only if the block ends well, so no file is ever half there."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def files_of(out: Path) -> tuple[Path, Path, Path]:
+    """(plot, CSV, checkpoint) of the run that plots to `out`."""
+    checkpoint = out.with_name("tinylm_grpo.pt") if out == DEFAULT_OUT else out.with_suffix(".pt")
+    return out, out.with_suffix(".csv"), checkpoint
+
+
+def check_picture(out: Path) -> None:
+    """Raise ValueError if `out` has no picture's ending, or its folder is not there or cannot be written to."""
+    if out.suffix.lower() not in PICTURES:
+        raise ValueError(f"--out {out}: the name must end in one of {', '.join(PICTURES)}")
+    probe = out.with_name(f".{os.getpid()}.{out.name}")  # the name that `whole_file` will use
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot write to the folder {out.parent}: {error.strerror}") from error
+
+
+def check_marked(out: Path, mark: str) -> None:
+    """Raise ValueError if the picture `out` cannot be written, or is there already and does not carry `mark`."""
+    check_picture(out)
+    try:
+        foreign = out.exists() and (out.is_dir() or mark.encode() not in out.read_bytes())
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot read what is there: {error.strerror}") from error
+    if foreign:
+        raise ValueError(f"{out} is there already, and not {mark}: name another --out, or delete that file")
+
+
+def check_run(out: Path, first_line: str) -> None:
+    """Raise ValueError, before any training, if a run's files can't be written, or would replace what is not its own:
+    files beside a CSV that begins with another line than this run's will.
+    """
+    check_picture(out)
+    if out.stem.lower() in ("tinylm_sft", "passk"):
+        raise ValueError(f"--out {out}: the lab has another file of that name")
+    picture, table, checkpoint = files_of(out)
+    try:
+        with table.open(encoding="utf-8") as file:
+            same_settings = file.readline() == first_line
+    except (OSError, UnicodeDecodeError):
+        same_settings = False
+    for path in (picture, table, checkpoint):
+        if path.exists() and not (same_settings and path.is_file()):
+            reason = "is there already, and not from a run with these settings"
+            raise ValueError(f"{path} {reason}: name this run with --out NAME.png, or delete that file")
+
+
+def lock_on(out: Path):
+    """A lock that only one run at a time can hold on the files beside `out`. It ends with its process at the latest."""
+    name = hashlib.sha256(str(out.resolve().with_suffix("")).encode()).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"grpo-lab-{name}.lock", timeout=0)

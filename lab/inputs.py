@@ -1,0 +1,47 @@
+"""What the tests draw afresh in every run: prompts, and policies that do more than the starting policy does."""
+
+import copy
+import os
+import random
+
+import torch
+from torch import Tensor
+
+import tinylm
+
+SEED = int(os.environ.get("LAB_SEED", random.SystemRandom().randrange(10**6)))  # of a test run's inputs
+
+
+def some_prompts(count: int) -> Tensor:
+    """Training prompts [count, Tp], the same in all of a test run."""
+    train, _ = tinylm.problems()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SEED))
+    return train[order[:count]]
+
+
+def short_and_long_prompts(count: int) -> Tensor:
+    """Sums below 100 and above in turn, so that responses of three and of four tokens stand side by side."""
+    prompts = some_prompts(40 * count)
+    is_short = tinylm.answers(prompts)[:, 2] == tinylm.EOS
+    return torch.stack([prompts[is_short][:count], prompts[~is_short][:count]], dim=1).flatten(0, 1)[:count]
+
+
+def talkative(sft: tinylm.TinyLM) -> tinylm.TinyLM:
+    """The SFT model made to forget its end-of-sequence and to write padding, so that all kinds of answers occur."""
+    model = copy.deepcopy(sft)
+    model.head = torch.nn.Linear(sft.head.in_features, len(tinylm.VOCAB))
+    model.head.weight = copy.deepcopy(sft.head.weight)
+    bias = torch.zeros(len(tinylm.VOCAB))
+    bias[tinylm.EOS], bias[tinylm.PAD] = -4.0, 3.0
+    model.head.bias = torch.nn.Parameter(bias)
+    return model
+
+
+def shaken(sft: tinylm.TinyLM, seed: int, size: float = 0.02) -> tinylm.TinyLM:
+    """A policy some way from the reference: the SFT model with noise on its weights."""
+    model = copy.deepcopy(sft).requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(size * torch.randn(weight.shape, generator=generator))
+    return model

@@ -1,0 +1,17 @@
+"""Which of the lab's files are handed out, and which of them the tests need."""
+
+from pathlib import Path
+
+LAB = Path(__file__).resolve().parent.parent
+MODULES = sorted(path.relative_to(LAB).as_posix() for path in (LAB / "lab").rglob("*.py"))
+TESTS = ["conftest.py", "pyproject.toml", "test_grpo.py", "tinylm.py", *MODULES]
+STUDENT = [*TESTS, ".gitignore", "LICENSE", "README.md", "colab_grpo_trl.md", "grpo.py", "passk.py", "requirements.txt"]
+STUDENT += ["run.py"]
+AUTOGRADER = [*TESTS, "requirements.txt"]
+AUTOGRADER += [f"solutions/{name}" for name in ("grade.py", "grpo.py", "manifest.py", "sandbox.py")]
+
+
+def solutions_files() -> list[str]:
+    """What `--with-solutions` adds."""
+    paths = [*(LAB / "solutions").glob("*"), *(LAB / "solutions" / "tests").glob("*")]
+    return sorted(path.relative_to(LAB).as_posix() for path in paths if path.suffix in (".py", ".md", ".txt"))

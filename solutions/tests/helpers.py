@@ -1,0 +1,73 @@
+"""What several of these tests do: start the lab's commands, as programs or in this process, and look at the outcome."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from manifest import LAB
+
+import passk
+import run
+import tinylm
+from lab.flags import passk_parser, run_parser
+
+TINY = ["--iters", "3", "--prompts", "2", "--G", "2", "--eval-every", "1"]  # a run that takes no time
+PARSERS = {run: run_parser, passk: passk_parser}
+
+
+def start(folder: Path, *arguments: str | Path, **changes: str | None) -> subprocess.Popen:
+    """Python with `arguments`, in `folder`; `changes` go into its environment, None takes a variable out."""
+    environment = {"RL_SOLUTIONS": None} | changes
+    environment = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=folder, env=environment, **pipes)
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    stdout, stderr = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def call_main(module: ModuleType) -> int:
+    """The exit status of a command's `main` in this process, with the flags in sys.argv."""
+    if module not in PARSERS:
+        return module.main() or 0
+    parser = PARSERS[module]()
+    return module.main(parser, parser.parse_args())
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_one_line(result: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit status 2 and a single line on stderr that holds the words."""
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n"), result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def copy_lab(files: list[str], folder: Path) -> Path:
+    """A copy of some of the lab's files in `folder`, which is returned."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(LAB / name, folder / name)
+    return folder
+
+
+def rows_of(path: Path) -> tuple[str, list[dict[str, str]]]:
+    """(the settings line, the rows)."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[0], list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def differ(a: Path, b: Path) -> bool:
+    """Whether two checkpoints differ in any bit of any weight."""
+    pairs = zip(tinylm.load_checkpoint(a).parameters(), tinylm.load_checkpoint(b).parameters(), strict=True)
+    return not all(torch.equal(left, right) for left, right in pairs)
