@@ -48,6 +48,7 @@ def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
         f"k3 KL, first {LAST} iterations": fmean(row["kl"] for row in start),
         f"k3 KL, last {LAST} iterations": fmean(row["kl"] for row in end),
         "pass@1, GRPO - SFT": ahead(1),
+        "pass@2, GRPO - SFT": ahead(2),
         "pass@16, GRPO - SFT": ahead(16),
         "pass@64, GRPO - SFT": ahead(64),
     }

@@ -4,15 +4,17 @@
     python solutions/release.py --with-solutions    lab15.zip with solutions/ in it
     python solutions/release.py --gradescope        autograder.zip, to upload as the autograder of an assignment
 
-Before anything is written, three things are checked: the handout and the reference differ in the five bodies alone, the
-handout's five are not written, and the reference passes all tests in the unpacked archive. The same files give the same
-archive, byte for byte: fixed times, order and permissions, and no compression, which differs between machines.
+Before anything is written, four things are checked: the handout and the reference differ in the five bodies alone, the
+handout's five are not written, and in the unpacked archive the first commands of its README do what it says and the
+reference passes all tests. The same files give the same archive, byte for byte: fixed times, order and permissions, and
+no compression, which differs between machines.
 """
 
 import argparse
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,9 @@ from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 from lab.files import whole_file
 from lab.flags import Parser
 
+INSTALL = "pip install -r requirements.txt"
+NOT_WRITTEN = "Task 1 (sample_group) is not written yet: open grpo.py"  # what a student's first command must say
+TESTS_OF_THE_REFERENCE = "python -m pytest -q -p no:cacheprovider --solutions"
 OURS = b"Lab 15, by solutions/release.py"  # the archive's comment, by which it is known again
 
 SETUP = """\
@@ -109,31 +114,56 @@ def write_zip(path: Path, files: dict[str, bytes]) -> None:
             archive.writestr(info, files[name])
 
 
+def readme_commands(readme: str) -> tuple[list[str], list[str]]:
+    """The commands under "Set-up": the student's, and those of somebody who has solutions/ too. Raises Unfit."""
+    section = readme.partition("## Set-up\n")[2].partition("\n## ")[0]
+    blocks = [block.splitlines() for block in re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)]
+    if len(blocks) != 2:
+        raise Unfit(f"README.md has {len(blocks)} blocks of commands under Set-up, not two")
+    return blocks[0], blocks[1]
+
+
+def run_command(line: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a line of the README in `folder`, but for what it installs: that is here already."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "RL_SOLUTIONS")}
+    words = shlex.split(line.removeprefix(INSTALL).removeprefix(" && ")) or ["python", "-c", ""]
+    while "=" in words[0]:
+        name, _, environment[name] = words.pop(0).partition("=")
+    if words.pop(0) != "python":
+        raise Unfit(f"README.md: cannot run {line!r} here")
+    pipes = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, check=False, **pipes)
+
+
+def check_passes(done: subprocess.CompletedProcess, what: str) -> None:
+    """Raise Unfit unless the command ended well."""
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        why = lines or done.stdout.splitlines()[-1:] or done.stderr.splitlines()[-1:]
+        raise Unfit(f"in the unpacked archive {what}: {'; '.join(why[:3])}")
+
+
 def check_archive(path: Path, inside: str) -> None:
-    """Unpack it and run the tests on the reference there, which is added if it is not in it. Raises Unfit."""
+    """Unpack it, run there what its README says, and the tests on the reference, added if need be. Raises Unfit."""
     with tempfile.TemporaryDirectory() as temporary:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(temporary)
         folder = Path(temporary) / inside
         reference = folder / "solutions" / "grpo.py"
-        reference.parent.mkdir(exist_ok=True)
-        reference.write_bytes((LAB / "solutions" / "grpo.py").read_bytes())
         if (LAB / "tinylm_sft.pt").exists():  # spares the tests its training
             (folder / "tinylm_sft.pt").write_bytes((LAB / "tinylm_sft.pt").read_bytes())
-        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--solutions"],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-    if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        why = lines or done.stdout.splitlines()[-1:] or done.stderr.splitlines()[-1:]
-        raise Unfit(f"in the unpacked archive the reference does not pass: {'; '.join(why[:3])}")
+        if (folder / "README.md").exists():
+            students, with_solutions = readme_commands((folder / "README.md").read_text(encoding="utf-8"))
+            for line in students:
+                done = run_command(line, folder)
+                if done.returncode and NOT_WRITTEN not in done.stdout:
+                    raise Unfit(f"in the unpacked archive {line!r} does not say {NOT_WRITTEN!r}")
+            for line in with_solutions if reference.exists() else []:
+                check_passes(run_command(line, folder), f"{line!r} fails")
+        if not reference.exists():
+            reference.parent.mkdir(exist_ok=True)
+            reference.write_bytes((LAB / "solutions" / "grpo.py").read_bytes())
+        check_passes(run_command(TESTS_OF_THE_REFERENCE, folder), "the reference does not pass")
 
 
 def release(out: Path, gradescope: bool, with_solutions: bool) -> str:

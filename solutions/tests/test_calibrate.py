@@ -20,7 +20,7 @@ def test_two_policies_in_two_spawned_processes(tmp_path):
     table = {cells[1].strip(): cells[2:-1] for line in done.stdout.splitlines() if len(cells := line.split("|")) == 9}
     for name in ("sampled accuracy before", "sampled accuracy after", calibrate.GAIN):
         mean, sd, lowest, highest, low, high = map(float, table[name])
-        assert lowest < mean < highest and low < lowest and high > highest and sd > 0
+        assert low <= lowest <= mean <= highest <= high and sd >= 0  # rounded, two policies may be alike
     assert float(table["sampled accuracy after"][0]) > float(table["sampled accuracy before"][0]) + 0.06
     assert "task 5 asks for a gain of 0.06" in done.stdout
     assert not list(tmp_path.iterdir())

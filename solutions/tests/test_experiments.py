@@ -73,7 +73,7 @@ def test_commands_are_those_of_the_readme():
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """Two tiny variants and one experiment, in a folder of the test's own."""
-    variants = {"default": {"iters": 1, "prompts": 2, "G": 2}, "k1": {"iters": 1, "prompts": 2, "G": 2, "kl": "k1"}}
+    variants = {"default": {"iters": 1, "P": 2, "G": 2}, "k1": {"iters": 1, "P": 2, "G": 2, "kl": "k1"}}
     monkeypatch.setattr(experiments, "VARIANTS", variants)
     answer = "It is {default[sampled]:.2f}. It was. It will be {k1[sampled]:.2f}."
     one = experiments.Experiment("kl", "An estimator", ["k1"], answer, "A hint.", "k1['sampled'] > 0")

@@ -35,8 +35,6 @@ SMALL_TESTS = """
 import copy
 
 import pytest
-from helpers import copy_lab
-from manifest import AUTOGRADER
 import torch
 
 import tinylm

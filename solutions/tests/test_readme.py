@@ -117,5 +117,5 @@ def test_every_experiment_has_a_question_and_an_answer():
             if name == "kl":
                 assert value in asked
             else:
-                flag = "--no-std" if name == "std" else f"--{name.replace('_', '-')} "
+                flag = {"std": "--no-std", "P": "--prompts "}.get(name, f"--{name.replace('_', '-')} ")
                 assert re.search(rf"{flag}(\d[\de.-]*)?", asked), (variant, flag)

@@ -21,9 +21,16 @@ LAB = Path(__file__).resolve().parents[2]
 QUICK_TESTS = """
 import pytest
 import torch
+import tinylm
 
 
-@pytest.mark.points(60)
+@pytest.mark.points(30)
+def test_task1_rows(examiner, sft):
+    got = examiner.sample(sft, tinylm.encode(["12+34="]), 2)
+    examiner.compare(1, "samples.mask", got.mask, tinylm.response_mask(got.responses), {})
+
+
+@pytest.mark.points(30)
 def test_task2_values(examiner):
     got = examiner.tensor(2, "the advantages", examiner.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
     examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
@@ -189,7 +196,8 @@ def test_gradescope_grades_a_right_and_a_partly_wrong_submission(autograder):
     submit(autograder, {"grpo.py": right})
     results = run_autograder(autograder)
     assert [(test["number"], test["score"], test["status"]) for test in results["tests"]] == [
-        ("2.1", 60, "passed"),
+        ("1.1", 30, "passed"),
+        ("2.1", 30, "passed"),
         ("3.1", 40, "passed"),
     ]
     assert results["visibility"] == "visible" and results["stdout_visibility"] == "hidden"
@@ -198,8 +206,8 @@ def test_gradescope_grades_a_right_and_a_partly_wrong_submission(autograder):
     submit(
         autograder, {"lab15/grpo.py": right.replace("log_u.exp() - log_u - 1", "log_u"), "lab15/conftest.py": "exit()"}
     )
-    passed, failed = run_autograder(autograder)["tests"]
-    assert passed["score"] == 60 and failed["score"] == 0 and failed["output"].startswith("Task 3 (k3_kl): ")
+    *passed, failed = run_autograder(autograder)["tests"]
+    assert [test["score"] for test in passed] == [30, 30] and failed["score"] == 0 and failed["output"].startswith("Task 3 (k3_kl): ")
 
 
 @NEEDS_BASH
