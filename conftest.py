@@ -1,11 +1,11 @@
 """What pytest needs to grade `grpo.py`: which file is graded, what stands in for earlier tasks, the table of points."""
 
-import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which -P and --import-mode=importlib leave out
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 import tinylm
 from lab.examine import NAMES, Examiner
 from lab.inputs import SEED
+from lab.start import REFERENCE, ROOT, load_module, wants_reference
 
-ROOT = Path(__file__).resolve().parent
-REFERENCE = ROOT / "solutions" / "grpo.py"
+BY_DEFAULT = wants_reference()  # RL_SOLUTIONS=1
 BUILDS_ON = {4: (3,), 5: (1, 2, 3, 4)}  # task -> the earlier tasks that its function calls
 
 
@@ -26,31 +26,23 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "points(n): what the test is worth; all tests together are worth 100")
-    sys.path.insert(0, str(ROOT))
-
-
-def load(path: Path, name: str):
-    """The module at `path`, imported under `name`."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
 def reference():
     """The reference solution, or None where `solutions/` was not handed out."""
-    return load(REFERENCE, "reference_grpo") if REFERENCE.exists() else None
+    return load_module(REFERENCE, "reference_grpo") if REFERENCE.exists() else None
 
 
 @pytest.fixture(scope="session")
 def loaded(request):
     """(the module under test, None), or (None, why it cannot be imported)."""
-    solutions = request.config.getoption("--solutions") or os.environ.get("RL_SOLUTIONS") == "1"
+    solutions = request.config.getoption("--solutions") or BY_DEFAULT
     path = REFERENCE if solutions else ROOT / "grpo.py"
+    if not path.exists():
+        return None, f"there is no {path.relative_to(ROOT).as_posix()} here to test"
     try:
-        return load(path, "grpo"), None
+        return load_module(path, "grpo"), None
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):
             where = f"line {error.lineno}: {(error.text or '').strip()}"

@@ -79,7 +79,7 @@ def sample_group(
     Hints:
         1. `repeat_interleave` gives a, a, b, b; `repeat` gives a, b, a, b and breaks the groups.
         2. Call `tinylm.generate` once, on all N rows; `tinylm.response_mask` gives the mask.
-        3. `tinylm.reward(prompt, response)` compares two strings: `tinylm.decode` gives the prompts' texts,
+        3. `tinylm.reward(prompt, response)` takes two strings: `tinylm.decode` gives the prompts' texts,
            `tinylm.decode_and_strip_padding` the responses'.
     """
     # TODO(task 1)
@@ -128,7 +128,7 @@ def k3_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
         k3 = u - log(u) - 1     with u = pi_ref(token) / pi_theta(token)
 
     For tokens drawn from pi_theta its expectation is exactly the KL divergence, and unlike -log(u) it is never
-    negative: every term pulls towards the reference. (DeepSeekMath, equation 4.)
+    negative: 0 where the two policies agree, and larger the further apart they are. (DeepSeekMath, equation 4.)
 
     Args:
         logp: [N, Tr] log pi_theta of the sampled tokens, with gradient.
@@ -175,15 +175,17 @@ def grpo_loss(
         old_logp: [N, Tr] under the policy that sampled, a constant.
         ref_logp: [N, Tr] under the reference, a constant.
         advantages: [N], one per response; every token of the response gets it.
-        mask: [N, Tr], 1 on own tokens, 0 on padding, whose log-probs mean nothing. At least one 1 in each row.
+        mask: [N, Tr], 1 on own tokens, 0 on padding, whose log-probs mean nothing; in each row at least one 1.
         clip: half-width of the interval in which the ratio may move freely.
         beta: weight of the KL penalty.
 
     Returns:
         loss: a scalar with gradient, averaged as above.
-        metrics: detached scalars to look at, which take one plain average over all own tokens of the batch:
-            "clip_fraction": the share of tokens whose clipped term is the smaller one, which get no gradient from
-            the surrogate; "kl": the mean k3, without beta; "ratio": the mean ratio.
+        metrics: three detached scalars to look at. Unlike the loss, each is ONE average over all own tokens:
+            "clip_fraction": the share of tokens whose clipped term is strictly smaller than the other, so that the
+                surrogate gives them no gradient;
+            "kl": the mean of k3, without beta;
+            "ratio": the mean ratio.
 
     Example, clip = 0.2, beta = 0: ratio 1.5 gives 1.2 * A for A = +1 (clipped), but 1.5 * A for A = -1 (not
         clipped: the token became likelier although the answer was wrong, so the gradient must stay).
@@ -216,8 +218,9 @@ def grpo_step(
         3. old_logp under the policy, ref_logp under the reference: once, without gradient, BEFORE any step
         4. config.inner_steps times: logp with gradient, the loss (task 4), zero_grad, backward, optimizer step
 
-    On the first inner step logp equals old_logp, so every ratio is 1 and nothing is clipped. The ratio moves only
-    because old_logp stays frozen while the policy steps away from it.
+    On the first inner step logp equals old_logp, so every ratio is 1 and nothing is clipped; the gradient of ratio * A
+    is then A times that of logp, as in REINFORCE. The ratio moves only because old_logp stays frozen while the policy
+    steps away from it.
 
     Args:
         model: the policy; trained in place.
@@ -295,6 +298,19 @@ def check_samples(samples: Samples, P: int, G: int) -> None:
         )
 
 
+def check_finite(row: dict[str, float], config: GRPOConfig) -> None:
+    """Raise FloatingPointError, saying what to change, where a metric or the accuracy is infinite or NaN."""
+    for name in ("kl", "ratio", "loss", "sampled_accuracy"):  # the accuracy shows weights that the last step spoilt
+        if math.isfinite(row.get(name, 0.0)):
+            continue
+        advice = f"lower --lr ({config.lr:g}) or --inner-steps ({config.inner_steps})"
+        if config.temperature < 1:
+            advice += f", or raise --temperature: at {config.temperature:g} log-probs move {1 / config.temperature:.3g}"
+            advice += " times as fast as at 1"
+        what = f"the {name.replace('_', ' ')} is {row[name]} at iteration {row['iteration']}"
+        raise FloatingPointError(f"{what}: the policy moved too far at once; {advice}")
+
+
 def train_grpo(
     model: TinyLM, config: GRPOConfig, callback: Callable[[dict[str, float]], None] | None = None
 ) -> list[dict[str, float]]:
@@ -305,7 +321,7 @@ def train_grpo(
     groups without signal), "clip_fraction", "kl" (nats per token), "ratio" and "loss"; every `config.eval_every`
     iterations, and at the end, also the keys of `evaluate`.
 
-    Raises FloatingPointError, naming the iteration, when the loss or the accuracy is not finite; ValueError, naming
+    Raises FloatingPointError, naming the iteration, when a metric or the accuracy is not finite; ValueError, naming
     the function, when samples are not what `Samples` says.
     """
     device = next(model.parameters()).device
@@ -328,12 +344,7 @@ def train_grpo(
             row |= {name: float(value) for name, value in metrics.items()}
         if iteration % config.eval_every == 0 or iteration == config.iters:
             row |= evaluate(model, held_out, config)
-        for name in ("loss", "sampled_accuracy"):  # the accuracy also shows weights that the last step spoilt
-            if not math.isfinite(row.get(name, 0.0)):
-                raise FloatingPointError(
-                    f"the {name.replace('_', ' ')} is {row[name]} at iteration {iteration}: the policy moved too far "
-                    f"in one step (lr {config.lr:g}, clip {config.clip:g}); lower --lr or --inner-steps"
-                )
+        check_finite(row, config)
         history.append(row)
         if callback:
             callback(row)

@@ -10,12 +10,16 @@ would not find in many tries? The curves at large k tell.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out where it is told to (-P, -I)
 
 from lab.flags import passk_parser
+from lab.start import begin
 
 if __name__ == "__main__":  # before the imports that take seconds: a wrong flag is told at once
     PARSER = passk_parser()
-    ARGS = PARSER.parse_args()
+    ARGS = begin(PARSER)
 
 import argparse
 
@@ -135,8 +139,4 @@ def main(parser: Parser, args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(PARSER, ARGS))
-    except KeyboardInterrupt:
-        print("passk.py: stopped by Ctrl-C before the picture was saved", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(PARSER, ARGS))

@@ -1,37 +1,42 @@
 """Train TinyLM with GRPO from the SFT checkpoint; save a plot, the metrics as CSV, and the trained checkpoint.
 
-python run.py                                                      the default run
-python run.py --G 2 --out pairs.png --versus grpo_tinylm.csv       an experiment, drawn beside an earlier run
-python run.py --redraw grpo_tinylm.csv pairs.csv --out both.png    earlier runs alone, without training
-python run.py --show 3                                             three groups to look at, again and again
-python run.py --help                                               every flag with its default
+    python run.py                                                      the default run
+    python run.py --G 2 --out pairs.png --versus grpo_tinylm.csv       an experiment, drawn beside an earlier run
+    python run.py --redraw grpo_tinylm.csv pairs.csv --out both.png    earlier runs alone, without training
+    python run.py --show 3                                             three groups to look at, again and again
+    python run.py --help                                               every flag with its default
+
+In order: checks before anything is trained, training, saving, and `main`, which you may read first.
 """
 
 import sys
+from pathlib import Path
 
-from lab.flags import choose_grpo, run_parser
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out where it is told to (-P, -I)
+
+from lab.flags import run_parser
+from lab.start import begin
 
 if __name__ == "__main__":  # before the imports that take seconds: a wrong flag is told at once
     PARSER = run_parser()
-    ARGS = PARSER.parse_args()
-    choose_grpo(PARSER, ARGS.solutions)
+    ARGS = begin(PARSER)
 
 import argparse
 import gc
 from dataclasses import fields
-from pathlib import Path
+from types import ModuleType
 
 import torch
 from tqdm import tqdm
 
-import grpo
 import tinylm
 from lab import explain
 from lab.device import check_device
-from lab.files import check_marked, check_run, files_of, lock_on
+from lab.files import check_marked, check_run, files_of, lock_on, save_each
 from lab.flags import Parser, settings_of
 from lab.history import History, Run, first_line, print_table, read_csv, write_csv
 from lab.pictures import COLOURS, REDRAW_MARK, plot
+from lab.start import load_grpo, reason_and_status, stopped_by_signals, whoever_listens
 
 
 def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
@@ -49,7 +54,7 @@ def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
     return runs
 
 
-def call_tasks(model: tinylm.TinyLM) -> None:
+def call_tasks(grpo: ModuleType, model: tinylm.TinyLM) -> None:
     """Call tasks 1 to 4 once, on two rows: of several stubs, the first one shall say that it is not written yet."""
     device = next(model.parameters()).device
     two, rows = torch.ones(2, device=device), torch.ones(2, 1, device=device)
@@ -59,8 +64,10 @@ def call_tasks(model: tinylm.TinyLM) -> None:
     grpo.grpo_loss(rows, rows, rows, two, rows)
 
 
-def train(model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[History, int]:
-    """Train `model` in place. Returns the history so far and the exit status; tells on stderr why it stopped early."""
+def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[History, int]:
+    """Train `model` in place with the functions of `grpo`. Returns the history so far and the exit status; tells on
+    stderr why it stopped early.
+    """
     config = grpo.GRPOConfig(**{field.name: getattr(args, field.name) for field in fields(grpo.GRPOConfig)})
     prompts = explain.shown_prompts(model, args.show, args.temperature) if args.show else None
     history: History = []
@@ -78,11 +85,11 @@ def train(model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[History, int]
             accuracy = f"accuracy {row['sampled_accuracy']:.3f} sampled, {row['greedy_accuracy']:.3f} greedy"
             bar.write(f"{line}, {accuracy}")
         if evaluated and args.show:
-            bar.write(explain.show_groups(model, prompts, config))
+            bar.write(explain.show_groups(grpo, model, prompts, config))
         sys.stdout.flush()
 
     try:
-        call_tasks(model)
+        call_tasks(grpo, model)
         # `disable=None` switches the bar off where there is no terminal: there, `report` prints lines instead.
         with tqdm(total=args.iters, disable=None, leave=False) as bar:
             grpo.train_grpo(model, config, report)
@@ -93,22 +100,28 @@ def train(model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[History, int]
         print(error, file=sys.stderr)
     except FloatingPointError as error:
         print(f"run.py: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if len(history) < 2:
             raise
-        print(f"run.py: stopped by Ctrl-C after iteration {len(history) - 1} of {args.iters}", file=sys.stderr)
-        return history, 130
+        reason, status = reason_and_status(stop)
+        print(f"run.py: stopped by {reason} after iteration {len(history) - 1} of {args.iters}", file=sys.stderr)
+        return history, status
     return history, 2
 
 
-def save(model: tinylm.TinyLM, runs: list[Run], out: Path, stopped: bool, trained: bool) -> None:
-    """Write the CSV of the first of the runs, if `trained` its checkpoint, and the plot of all."""
+def save(model: tinylm.TinyLM, runs: list[Run], out: Path, stopped: bool, trained: bool) -> bool:
+    """Write the checkpoint if `trained`, the CSV of the first of the runs, and the plot of all. Returns whether all of
+    them were written; says where each of them is.
+    """
     picture, table, checkpoint = files_of(out)
-    write_csv(runs[0], stopped, table)
-    if trained:
-        tinylm.save_checkpoint(model, checkpoint)
-    plot(runs, picture)
-    print(f"saved {picture}, {table}" + (f", {checkpoint}" if trained else "; no checkpoint"))
+    writers = {checkpoint: lambda path: tinylm.save_checkpoint(model, path)} if trained else {}
+    writers |= {table: lambda path: write_csv(runs[0], stopped, path), picture: lambda path: plot(runs, path)}
+    saved, remarks, problems = save_each(writers)
+    if remarks or problems:
+        could_not = f"could not save {', '.join(problems)}" if problems else ""
+        print(f"run.py: {'; '.join(filter(None, [*remarks, could_not]))}", file=sys.stderr)
+    print(f"saved {', '.join(map(str, saved)) or 'nothing'}" + ("" if trained else "; no checkpoint"))
+    return not problems
 
 
 def main(parser: Parser, args: argparse.Namespace) -> int:
@@ -116,33 +129,28 @@ def main(parser: Parser, args: argparse.Namespace) -> int:
     settings = settings_of(args)
     try:
         earlier = check(args, settings)
+        if args.redraw:
+            plot(earlier, args.out, REDRAW_MARK)
+            print(f"saved {args.out}")
+            return 0
         check_device(args.device)
+        grpo = load_grpo(args.solutions)
     except ValueError as error:
         parser.error(str(error))
-    if args.redraw:
-        plot(earlier, args.out, REDRAW_MARK)
-        print(f"saved {args.out}")
-        return 0
     gc.freeze()  # torch's objects are many, and stay: collecting garbage is quicker without going through them
     try:
-        with lock_on(args.out):
+        with lock_on(args.out), stopped_by_signals(), whoever_listens():
             model = tinylm.load_or_train_sft().to(args.device)
-            history, status = train(model, args)
+            history, status = train(grpo, model, args)
             if len(history) > 1:
                 print_table(history)
                 runs = [Run(args.out.stem, settings, history), *earlier]
-                try:
-                    save(model, runs, args.out, stopped=len(history) <= args.iters, trained=status != 2)
-                except OSError as error:
-                    parser.error(f"could not save: {error}")
+                whole = save(model, runs, args.out, stopped=len(history) <= args.iters, trained=status != 2)
+                status = status if whole else 2
     except TimeoutError:  # of the lock
         parser.error(f"--out {args.out}: another run is writing these files: wait for it, or name this run otherwise")
     return status
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(PARSER, ARGS))
-    except KeyboardInterrupt:
-        print("run.py: stopped by Ctrl-C before the results were saved", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(PARSER, ARGS))

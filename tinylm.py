@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # One thread: in a model this small a second one gains little, and beside any other busy program it costs a lot.
-torch.set_num_threads(int(os.environ.get("TINYLM_THREADS", "1")))
+THREADS = os.environ.get("TINYLM_THREADS", "1")
+if THREADS not in map(str, range(1, (os.cpu_count() or 1) + 1)):
+    print(f"TINYLM_THREADS={THREADS!a}: it must be a number from 1 to {os.cpu_count()}, your cores", file=sys.stderr)
+    sys.exit(2)
+torch.set_num_threads(int(THREADS))
 
 # 1. The task: "37+48=" must be continued with "85$" ------------------------------------------------------------
 # A token is one character. "$" is end-of-sequence, "_" is padding: rows of a batch are equally long, so what ends early
@@ -43,7 +47,7 @@ def decode(tokens: Tensor) -> list[str]:
 
 def decode_and_strip_padding(responses: Tensor) -> list[str]:
     """The text of every response [N, Tr] up to and including its end-of-sequence; what follows that is padding: 85$_
-    gives "85$", 8555 gives "8555" (it never ended), 8_5$ gives "8_5$" (padding that the policy wrote itself stays).
+    gives "85$", 8555 gives "8555" (it never ended), 8_5$ gives "8_5$" (a "_" before the end is part of the answer).
     """
     return [text[: text.index("$") + 1] if "$" in text else text for text in decode(responses)]
 
@@ -59,7 +63,7 @@ def reward(prompt: str, response: str) -> float:
 def problems() -> tuple[Tensor, Tensor]:
     """All 8,100 sums of two two-digit numbers as prompts: (train [7600, Tp], held_out [500, Tp])."""
     prompts = encode([f"{left}+{right}=" for left in range(10, 100) for right in range(10, 100)])
-    order = torch.from_numpy(np.random.RandomState(15).permutation(len(prompts)))  # a frozen generator: always these
+    order = torch.from_numpy(np.random.RandomState(15).permutation(len(prompts)))  # numpy promises: for ever the same
     return prompts[order[HELD_OUT:]], prompts[order[:HELD_OUT]]
 
 
@@ -94,17 +98,23 @@ class Block(nn.Module):
         self.fc = nn.Linear(width, 4 * width)
         self.fc_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        """x [N, T, width] -> [N, T - first, width]: the `first` positions are still looked at, but go no further."""
+    def attention(self, x: Tensor) -> Tensor:
+        """Causal self-attention: [N, T, width] -> [N, T, width]."""
         n, t, width = x.shape
-        qkv = self.qkv(self.ln_1(x)).view(n, t, 3 * self.heads, width // self.heads)
+        qkv = self.qkv(x).view(n, t, 3 * self.heads, width // self.heads)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [N, heads, T, width / heads]
-        # softmax(q k^T / sqrt(width / heads)) v, where a position sees itself and those before it. For whole rows
-        # `is_causal` says so, without `first` positions this mask: row i of the triangle is what position i sees.
-        sees = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()[first:] if first else None
-        attended = F.scaled_dot_product_attention(q[:, :, first:], k, v, attn_mask=sees, is_causal=not first)
-        x = x[:, first:] + self.proj(attended.transpose(1, 2).flatten(2))  # the heads side by side again
-        return x + self.fc_out(F.gelu(self.fc(self.ln_2(x))))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # softmax(q k^T / sqrt(width / heads)) v
+        return self.proj(attended.transpose(1, 2).reshape(n, t, width))  # the heads side by side again
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The same two layers for each position: [N, T, width] -> [N, T, width]."""
+        return self.fc_out(F.gelu(self.fc(x)))
+
+    def forward(self, x: Tensor, keep: int) -> Tensor:
+        """x [N, T, width] -> [N, keep, width]: every position can be looked at, the last `keep` of them go on."""
+        x = x + self.attention(self.ln_1(x))
+        x = x[:, -keep:]
+        return x + self.mlp(self.ln_2(x))
 
 
 class TinyLM(nn.Module):
@@ -118,26 +128,29 @@ class TinyLM(nn.Module):
         self.ln_f = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(VOCAB), bias=False)
 
-    def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """Logits [N, T - first, V] of what follows each of tokens [N, T], from position `first` on."""
-        x = self.token_embedding(tokens) + self.position_embedding.weight[: tokens.shape[1]]  # [N, T, width]
+    def forward(self, tokens: Tensor, logits_to_keep: int | None = None) -> Tensor:
+        """Logits [N, T, V] of what follows each of tokens [N, T]; or only those of the last `logits_to_keep` tokens."""
+        t = tokens.shape[1]
+        x = self.token_embedding(tokens) + self.position_embedding.weight[:t]  # [N, T, width]
         *blocks, last = self.blocks
         for block in blocks:
-            x = block(x)
-        x = last(x, first)  # nothing looks back any more: the positions whose logits nobody asked for can go
+            x = block(x, keep=t)
+        x = last(x, keep=logits_to_keep or t)  # after it nothing looks at other positions, so only these are needed
         return self.head(self.ln_f(x))
 
 
-def policy_logits(model: TinyLM, tokens: Tensor, first: int, temperature: float = 1.0) -> Tensor:
-    """model(tokens, first) / temperature [N, T - first, V], whose softmax is the policy. Equal rows are computed once:
-    of the eight answers to a prompt many are the same, so this saves more than half of the work.
+def policy_logits(model: TinyLM, tokens: Tensor, logits_to_keep: int, temperature: float = 1.0) -> Tensor:
+    """model(tokens, logits_to_keep) / temperature: [N, logits_to_keep, V], whose softmax is the policy.
+
+    All but the last line saves time, and can be skipped: of the eight answers to a prompt many are the same, and rows
+    that are equal are computed once.
     """
-    place = len(VOCAB) ** torch.arange(tokens.shape[1], device=tokens.device)
-    codes = (tokens * place).sum(dim=1)  # each row read as a number in base 14
-    distinct, number = codes.unique(return_inverse=True)  # row i of `tokens` is row number[i] of the distinct ones
+    powers = len(VOCAB) ** torch.arange(tokens.shape[1], device=tokens.device)
+    numbers = (tokens * powers).sum(dim=1)  # each row read as a number whose digits are its tokens
+    distinct, row_of = numbers.unique(return_inverse=True)  # row i of `tokens` is row row_of[i] of `rows`
     rows = tokens.new_empty(len(distinct), tokens.shape[1])
-    rows[number] = tokens
-    return model(rows, first)[number] / temperature
+    rows[row_of] = tokens
+    return model(rows, logits_to_keep)[row_of] / temperature
 
 
 # 3. Sampling ---------------------------------------------------------------------------------------------------
@@ -145,13 +158,14 @@ def policy_logits(model: TinyLM, tokens: Tensor, first: int, temperature: float 
 def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator=None, greedy: bool = False) -> Tensor:
     """One response to each prompt row: tokens [N, Tr], padded with PAD after the end-of-sequence. They are drawn from
     softmax(logits / temperature) with `generator`, a torch.Generator or None, or are the likeliest ones if `greedy`.
+    All rows go on for Tr tokens; what a row wrote after its end-of-sequence is replaced by padding at the end.
     """
     tokens = prompts
     for _ in range(RESPONSE_LEN):
-        logits = policy_logits(model, tokens, tokens.shape[1] - 1, temperature).squeeze(1)  # of the next token: [N, V]
+        logits = policy_logits(model, tokens, 1, temperature).squeeze(1)  # of the next token: [N, V]
         if not greedy:
-            # The Gumbel-max trick: with noise -log(-log(uniform)) on the logits, the largest is a draw from their
-            # softmax. torch.multinomial would do, but slower, and it would stop at the NaN of a policy that is spoilt.
+            # The Gumbel-max trick: with noise -log(-log(uniform)) added, the largest logit is a draw from their
+            # softmax. torch.multinomial does the same, but slower.
             uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
             logits = logits - (-uniform.log()).log()
         tokens = torch.cat([tokens, logits.argmax(dim=1, keepdim=True)], dim=1)
@@ -161,8 +175,8 @@ def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator
 
 # 4. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]. As a difference of two
-    logarithms, for float32 and float64: in half precision it would be off by up to 0.1 nats.
+    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]. For float32 and
+    float64: log softmax(z)_i = z_i - log(sum of exp(z)), and half precision would round that difference coarsely.
     """
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
 
@@ -173,7 +187,7 @@ def response_logits(model: TinyLM, prompts: Tensor, responses: Tensor, temperatu
     the response the one after it. Its last token predicts nothing that we need, so it is not even read.
     """
     tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
-    return policy_logits(model, tokens, prompts.shape[1] - 1, temperature)
+    return policy_logits(model, tokens, responses.shape[1], temperature)
 
 
 def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> Tensor:
@@ -188,8 +202,8 @@ def train_sft(seed: int = 3, target: float = 0.51, lr: float = 3e-3, batch: int 
     """A TinyLM trained on right answers until it samples `target` of a fixed set of training problems correctly.
 
     It stops on measured accuracy, never on a step count: accuracy climbs so steeply here that a fixed count would give
-    anything from 0.3 to 0.9. The learning rate is high and constant on purpose: starting policies whose rate was
-    lowered towards the end got worse under GRPO, not better. Raises RuntimeError if `max_steps` do not suffice.
+    anything from 0.3 to 0.9. The learning rate is high and constant on purpose: where it was lowered towards the end of
+    SFT, the policy lost accuracy in GRPO instead of gaining. Raises RuntimeError if `max_steps` do not suffice.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # nn's initialisers draw from the global generator: lend it our seed
@@ -232,10 +246,10 @@ def success_probability(model: TinyLM, prompts: Tensor, temperature: float = 1.0
     return success(response_logits(model, prompts, right, temperature), right)[0]
 
 
-# 7. Files ------------------------------------------------------------------------------------------------------
+# 7. Files: can be skipped --------------------------------------------------------------------------------------
 def save_checkpoint(model: TinyLM, path: Path) -> None:
     """Write the model's weights to `path`, whole or not at all. Raises OSError where they cannot be written."""
-    content = io.BytesIO()  # written to a full disk by itself, torch.save would raise a RuntimeError
+    content = io.BytesIO()  # to memory first: on a full disk torch.save would raise a RuntimeError, no OSError
     torch.save(model.state_dict(), content)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
@@ -249,7 +263,7 @@ def load_checkpoint(path: Path) -> TinyLM:
     """The TinyLM saved at `path`. Raises FileNotFoundError, or ValueError if it is not a whole and finite TinyLM."""
     model = TinyLM()
     try:
-        with warnings.catch_warnings():  # of foreign files: the error below says enough
+        with warnings.catch_warnings():  # torch warns of files that are not its own: the error below says it
             warnings.simplefilter("ignore")
             model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:

@@ -3,11 +3,11 @@
 import os
 import sys
 from collections import Counter
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-import grpo
 import tinylm
 from lab.pictures import BLUE, GREEN, ORANGE
 
@@ -27,8 +27,10 @@ def paint(colour: str, text: str) -> str:
     return f"\033[38;2;{red};{green};{blue}m{text}\033[0m"
 
 
-def show_groups(model: tinylm.TinyLM, prompts: Tensor, config: grpo.GRPOConfig) -> str:
-    """A group of answers to each of the prompts, as text: equal answers in one line, with reward and advantage."""
+def show_groups(grpo: ModuleType, model: tinylm.TinyLM, prompts: Tensor, config) -> str:
+    """A group of answers to each of the prompts, as text: equal answers in one line, with reward and advantage. `grpo`
+    is the module whose functions sample and score, `config` its GRPOConfig.
+    """
     generator = torch.Generator(prompts.device).manual_seed(config.seed)  # its own: to look changes no training
     samples = grpo.sample_group(model, prompts, config.G, config.temperature, generator)
     advantages = grpo.group_advantages(samples.rewards, config.G, config.std)

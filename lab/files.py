@@ -3,8 +3,9 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock  # comes with torch
@@ -29,6 +30,9 @@ def files_of(out: Path) -> tuple[Path, Path, Path]:
     """(plot, CSV, checkpoint) of the run that plots to `out`."""
     checkpoint = out.with_name("tinylm_grpo.pt") if out == DEFAULT_OUT else out.with_suffix(".pt")
     return out, out.with_suffix(".csv"), checkpoint
+
+
+# Before the work: may it be written? -----------------------------------------------------------------------------
 
 
 def check_picture(out: Path) -> None:
@@ -73,7 +77,65 @@ def check_run(out: Path, first_line: str) -> None:
             raise ValueError(f"{path} {reason}: name this run with --out NAME.png, or delete that file")
 
 
-def lock_on(out: Path):
-    """A lock that only one run at a time can hold on the files beside `out`. It ends with its process at the latest."""
+@contextmanager
+def lock_on(out: Path) -> Iterator[None]:
+    """Only one run at a time can hold it on the files beside `out`; raises TimeoutError if another does. It ends with
+    its process at the latest, and leaves nothing behind when it ends well.
+    """
     name = hashlib.sha256(str(out.resolve().with_suffix("")).encode()).hexdigest()[:16]
-    return FileLock(Path(tempfile.gettempdir()) / f"grpo-lab-{name}.lock", timeout=0)
+    path = Path(tempfile.gettempdir()) / f"grpo-lab-{name}.lock"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            with FileLock(path, timeout=0):
+                # A run that ended just now may have deleted the file before we had the lock, and another have made it
+                # anew: we hold the lock only if it is still the file that we opened.
+                if is_at(path, descriptor):
+                    try:
+                        yield
+                        return
+                    finally:
+                        with suppress(PermissionError):  # Windows keeps a file that is open
+                            path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file `descriptor` is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# After the work: each file by itself -----------------------------------------------------------------------------
+
+
+def free_name(path: Path) -> Path:
+    """The first of name-2.png, name-3.png ... that is not there."""
+    return next(other for i in count(2) if not (other := path.with_stem(f"{path.stem}-{i}")).exists())
+
+
+def save_each(writers: dict[Path, Callable[[Path], None]]) -> tuple[list[Path], list[str], list[str]]:
+    """Let each writer write its file; one that can't be written goes under a free name beside it, for a run's results
+    must not be lost because a spreadsheet holds one of three files. Returns (the files that were saved, remarks on
+    those of another name, problems with those that could not be saved at all). Ctrl-C ends it, and is such a problem.
+    """
+    saved, remarks, problems = [], [], []
+    for path, write in writers.items():
+        try:
+            write(path)
+            saved.append(path)
+        except OSError as error:
+            other = free_name(path)
+            try:
+                write(other)
+                saved.append(other)
+                remarks.append(f"{path} cannot be written ({error.strerror or error}): it is in {other}")
+            except OSError as second:
+                problems.append(f"{path} ({second.strerror or second})")
+        except KeyboardInterrupt:
+            problems += [f"{left} (stopped)" for left in writers if left not in saved]
+            break
+    return saved, remarks, problems

@@ -2,13 +2,11 @@
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = Path("grpo_tinylm.png")
 MIN_N = 128  # samples per problem for pass@64: with n close to k all subsets of k are nearly the same, and all is noise
 
@@ -85,8 +83,7 @@ def run_parser() -> Parser:
     several.add_argument("--versus", help="draw these earlier runs into the same plot", **csvs)
     several.add_argument("--redraw", help="train nothing, draw these earlier runs alone", **csvs)
     solutions = "run the reference, solutions/grpo.py; so does RL_SOLUTIONS=1 in the environment (default: grpo.py)"
-    default = os.environ.get("RL_SOLUTIONS") == "1"
-    parser.add_argument("--solutions", action="store_true", default=default, help=solutions)
+    parser.add_argument("--solutions", action="store_true", help=solutions)
     return parser
 
 
@@ -114,12 +111,3 @@ def passk_parser() -> Parser:
     flag("--device", "cpu", str, "where to sample: cpu, cuda, cuda:1, mps", "NAME")
     flag("--out", Path("passk.png"), Path, "the picture", "FILE")
     return parser
-
-
-def choose_grpo(parser: Parser, solutions: bool) -> None:
-    """From here on `import grpo` finds the student's file, or the reference. Complains if that is not there."""
-    if not solutions:
-        return
-    if not (ROOT / "solutions" / "grpo.py").exists():
-        parser.error("--solutions: there is no solutions/grpo.py here")
-    sys.path.insert(0, str(ROOT / "solutions"))

@@ -1,15 +1,15 @@
 """What the tests draw afresh in every run: prompts, and policies that do more than the starting policy does."""
 
 import copy
-import os
 import random
 
 import torch
 from torch import Tensor
 
 import tinylm
+from lab.start import whole_number
 
-SEED = int(os.environ.get("LAB_SEED", random.SystemRandom().randrange(10**6)))  # of a test run's inputs
+SEED = whole_number("LAB_SEED", random.SystemRandom().randrange(10**6))  # of a test run's inputs
 
 
 def some_prompts(count: int) -> Tensor:

@@ -1,11 +1,13 @@
 """The pictures: six curves of a run or of several, and pass@k."""
 
+import functools
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure  # and not pyplot: no window, no global state
 from matplotlib.lines import Line2D
 
@@ -20,6 +22,19 @@ BLUE, ORANGE, GREEN, *_ = COLOURS
 KS = (1, 2, 4, 8, 16, 32, 64)
 EVERY_K = range(1, max(KS) + 1)
 Curves = dict[str, np.ndarray]  # "SFT" and "GRPO": pass@k [64] at every k from 1 on
+
+
+def in_its_own_style(draw: Callable) -> Callable:
+    """Decorates a function that draws: matplotlib's own defaults, whatever style the user has chosen, as the pictures
+    rely on black on white; and no text is a formula, as file names may hold dollar signs.
+    """
+
+    @functools.wraps(draw)
+    def drawn(*args, **kwargs) -> None:
+        with style.context(["default", {"text.parse_math": False}]):
+            draw(*args, **kwargs)
+
+    return drawn
 
 
 def save_figure(figure: Figure, path: Path, mark: str = "run.py") -> None:
@@ -88,9 +103,10 @@ def draw(run: Run, colour: str, alone: bool, panels: list, tops: dict) -> None:
     else:
         zero_signal.plot(x, either, color=colour, linewidth=2, label="measured")
     dotted = {"color": "black" if alone else colour, "linestyle": ":", "linewidth": 2, "marker": ""}
-    evaluations(zero_signal, "expected_zero_signal", label="expected: $p^G + (1-p)^G$", **dotted)
+    evaluations(zero_signal, "expected_zero_signal", label="expected: p^G + (1-p)^G", **dotted)
 
 
+@in_its_own_style
 def plot(runs: list[Run], path: Path, mark: str = "run.py") -> None:
     """Six panels over the iterations, written to `path` in the format that its ending names, with `mark` inside.
 
@@ -98,7 +114,7 @@ def plot(runs: list[Run], path: Path, mark: str = "run.py") -> None:
     """
     alone = len(runs) == 1
     figure = Figure(figsize=(14, 8.4))
-    figure.subplots_adjust(left=0.05, right=0.985, bottom=0.065, top=0.86 if alone else 0.82, wspace=0.19, hspace=0.36)
+    figure.subplots_adjust(left=0.055, right=0.985, bottom=0.065, top=0.86 if alone else 0.82, wspace=0.19, hspace=0.36)
     shared = [word for word in runs[0].settings if all(word in run.settings for run in runs)]
     title = textwrap.fill(f"run.py {' '.join(shared)}", 150, break_on_hyphens=False)
     figure.suptitle(f"GRPO on TinyLM\n{title}", fontsize=11, y=0.99)
@@ -140,6 +156,7 @@ def leaders(difference: np.ndarray) -> str:
     return ", ".join(f"{('neither', 'GRPO', 'SFT')[signs[k - 1]]} from k = {k}" for k in changes)
 
 
+@in_its_own_style
 def plot_passk(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray, title: str, path: Path) -> None:
     """Left the two curves, right their difference, as points (estimates at KS) on lines (exact).
 
@@ -150,7 +167,7 @@ def plot_passk(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarra
     figure.suptitle(title, fontsize=10)
 
     def draw(panel, line: np.ndarray, points: np.ndarray, colour: str, marker: str, name: str = ""):
-        panel.plot(EVERY_K, 100 * line, color=colour, label=f"{name}exact: mean of $1 - (1 - p)^k$")
+        panel.plot(EVERY_K, 100 * line, color=colour, label=f"{name}exact: mean of 1 - (1 - p)^k")
         points = [100 * points[k - 1] for k in KS]
         panel.plot(KS, points, marker, color=colour, markersize=7, label=f"{name}estimate from samples")
 

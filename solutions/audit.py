@@ -30,11 +30,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
-from manifest import LAB as ROOT  # noqa: E402
-from manifest import TESTS  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+from manifest import LAB as ROOT
+from manifest import TESTS
 
-from lab.flags import Parser, number  # noqa: E402
+from lab.flags import Parser, number
 
 REFERENCE = ROOT / "solutions" / "grpo.py"
 SFT = "tinylm_sft.pt"

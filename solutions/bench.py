@@ -29,7 +29,7 @@ from unittest import mock
 
 LAB = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]  # `import grpo` is the reference
-from lab.flags import Parser, number  # noqa: E402
+from lab.flags import Parser, number
 
 Products = Counter  # (name of the operation, its operands' sizes and strides) -> how often
 Work = Callable[[], object]

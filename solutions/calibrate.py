@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from lab.flags import Parser, number  # noqa: E402
+from lab.flags import Parser, number
 
 LAST = 30  # iterations that a mean "at the start" or "at the end" is taken over
 GAIN = "gain of the first 100 iterations"

@@ -25,10 +25,10 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from calibrate import LAST, figures  # noqa: E402
+from calibrate import LAST, figures
 
-from lab.files import whole_file  # noqa: E402
-from lab.flags import Parser, number, run_parser, settings_of  # noqa: E402
+from lab.files import whole_file
+from lab.flags import Parser, number, run_parser, settings_of
 
 OUT = HERE / "experiments.md"
 FOLDER = HERE / "experiments"  # the pictures, and the runs

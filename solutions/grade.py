@@ -35,9 +35,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 from manifest import LAB, TESTS
 
-sys.path.append(str(LAB))  # not first: with solutions/ before it, `import grpo` is the reference
 from lab.files import whole_file
 from lab.flags import Parser, number
 

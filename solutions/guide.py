@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
-from lab.flags import Parser, number  # noqa: E402
+from lab.flags import Parser, number
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "colab_grpo_trl.md"

@@ -21,7 +21,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from grade import task_bodies  # grade.py also puts the lab's folder on the path
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+from grade import task_bodies
 from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 
 from lab.files import whole_file

@@ -35,12 +35,12 @@ from typing import IO
 
 LAB = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]
-from bench import busy_core  # noqa: E402
-from grade import finished_rows  # noqa: E402
-from manifest import STUDENT, solutions_files  # noqa: E402
+from bench import busy_core
+from grade import finished_rows
+from manifest import STUDENT, solutions_files
 
-from lab.flags import Parser, number  # noqa: E402
-from lab.history import read_csv  # noqa: E402
+from lab.flags import Parser, number
+from lab.history import read_csv
 
 SFT = "tinylm_sft.pt"
 TIMEOUT = 900  # seconds, for a command that is not killed

@@ -9,12 +9,11 @@ import pytest
 LAB = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]  # `import grpo` is the reference
 
-from helpers import TINY, call_main, copy_lab, finish, start  # noqa: E402
-from manifest import STUDENT  # noqa: E402
+from helpers import TINY, call_main, copy_lab, finish, start
+from manifest import STUDENT
 
-import run  # noqa: E402
-import tinylm  # noqa: E402
-from lab import explain  # noqa: E402
+import run
+import tinylm
 
 
 def pytest_configure(config):
@@ -55,8 +54,7 @@ def call(reference, tmp_path, monkeypatch, capsys):
     It draws no picture, which would take longer than all the rest.
     """
     monkeypatch.setattr(run, "plot", lambda runs, path, mark="": path.write_bytes(b"picture"))
-    monkeypatch.setattr(run, "grpo", reference)
-    monkeypatch.setattr(explain, "grpo", reference)
+    monkeypatch.setattr(run, "load_grpo", lambda solutions: reference)
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.chdir(tmp_path)
 

@@ -122,11 +122,11 @@ def test_pass_at_k_leaves_nothing_on_the_cpu(on_device, sft):
     assert tinylm.success_probability(model, prompts).device == on_device
 
 
-def test_groups_to_look_at_leave_nothing_on_the_cpu(on_device, sft, reference, monkeypatch):
-    monkeypatch.setattr(run, "grpo", reference)
-    monkeypatch.setattr(explain, "grpo", reference)
+def test_groups_to_look_at_leave_nothing_on_the_cpu(on_device, sft, reference):
     model = copy.deepcopy(sft).to(on_device)
-    run.call_tasks(model)
+    run.call_tasks(reference, model)
     prompts = explain.shown_prompts(model, 2, 1.0)
     assert prompts.device == on_device
-    assert explain.show_groups(model, prompts, reference.GRPOConfig(G=4)).count("of 4 answers are right") == 2
+    assert (
+        explain.show_groups(reference, model, prompts, reference.GRPOConfig(G=4)).count("of 4 answers are right") == 2
+    )

@@ -42,7 +42,6 @@ def test_show_is_in_colour_on_a_terminal_only(monkeypatch):
 
 
 def test_groups_without_signal_are_marked(reference, monkeypatch, sft):
-    monkeypatch.setattr(explain, "grpo", reference)
     prompts = tinylm.encode(["37+48=", "10+15="])
     answers = {"37+48=": ["85$"] * 4, "10+15=": ["25$", "24$", "24$", "35$"]}
 
@@ -52,7 +51,7 @@ def test_groups_without_signal_are_marked(reference, monkeypatch, sft):
         return reference.Samples(prompts, None, None, rewards, texts)
 
     monkeypatch.setattr(reference, "sample_group", group)
-    lines = explain.show_groups(None, prompts, reference.GRPOConfig(G=4)).splitlines()
+    lines = explain.show_groups(reference, None, prompts, reference.GRPOConfig(G=4)).splitlines()
     assert lines[0].split() == ["37+48=", "right", "is", "85$", "4", "of", "4", "answers", "are", "right"]
     assert lines[1].split() == ["4", "x", "85$", "reward", "1", "advantage", "+0.00"]
     assert "NO SIGNAL: all answers are right" in lines[2]

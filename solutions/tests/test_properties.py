@@ -673,7 +673,7 @@ def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]
 
     (tmp_path / "locks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "locks"))
-    monkeypatch.setattr(run, "grpo", reference)
+    monkeypatch.setattr(run, "load_grpo", lambda solutions: reference)
     monkeypatch.setattr(grade, "signal", SimpleNamespace())  # so that it leaves this process's handlers as they are
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.delenv("LAB_STEPS", raising=False)

@@ -207,7 +207,11 @@ def test_gradescope_grades_a_right_and_a_partly_wrong_submission(autograder):
         autograder, {"lab15/grpo.py": right.replace("log_u.exp() - log_u - 1", "log_u"), "lab15/conftest.py": "exit()"}
     )
     *passed, failed = run_autograder(autograder)["tests"]
-    assert [test["score"] for test in passed] == [30, 30] and failed["score"] == 0 and failed["output"].startswith("Task 3 (k3_kl): ")
+    assert (
+        [test["score"] for test in passed] == [30, 30]
+        and failed["score"] == 0
+        and failed["output"].startswith("Task 3 (k3_kl): ")
+    )
 
 
 @NEEDS_BASH
