@@ -70,7 +70,7 @@ def test_device_that_is_not_there_is_one_line(call, tmp_path, device):
     assert names(tmp_path) == set()
 
 
-def test_solutions_that_are_not_there_are_one_line(tmp_path, own_lab, no_torch):
+def test_solutions_that_are_not_there_are_one_line(tmp_path, own_lab):
     for flags, extra in ((["--solutions"], {}), ([], {"RL_SOLUTIONS": "1"})):
-        result = finish(start(tmp_path, own_lab / "run.py", *flags, PYTHONPATH=no_torch, **extra))
+        result = finish(start(tmp_path, own_lab / "run.py", *flags, **extra))
         assert_one_line(result, "solutions/grpo.py")

@@ -60,7 +60,8 @@ def test_run_writes_picture_csv_and_checkpoint(runs):
 
 def test_without_a_terminal_plain_lines_then_a_table(runs):
     folder, result = runs["first"]
-    lines = result.stdout.splitlines()
+    which, *lines = result.stdout.splitlines()
+    assert which == "running solutions/grpo.py"
     assert [line.split(":")[0] for line in lines[:3]] == [f"iteration {i} of 3" for i in (1, 2, 3)]
     assert all("reward" in line and "KL" in line for line in lines[:3])
     _, rows = rows_of(folder / "grpo_tinylm.csv")
@@ -138,7 +139,7 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     code += "sys.path.insert(0, sys.argv[0]); runpy.run_path(sys.argv[0] + '/run.py', run_name='__main__')"
     flags = [*TINY, "--solutions", "--iters", "1000000", "--out", "long.png"]
     process = start(tmp_path, "-c", code, LAB, *flags)
-    assert "iteration 2 of 1000000" in process.stdout.readline() + process.stdout.readline()
+    assert "iteration 2 of 1000000" in "".join(process.stdout.readline() for _ in range(3))
     process.send_signal(signal.SIGINT)
     result = finish(process)
     assert result.returncode == 130, result
@@ -195,7 +196,7 @@ def test_lab_as_handed_out_says_where_to_begin(tmp_path, own_lab):
     folder = tmp_path / "here"
     folder.mkdir()
     result = finish(start(folder, own_lab / "run.py"))
-    assert (result.returncode, result.stdout, names(folder)) == (2, "", set())
+    assert (result.returncode, result.stdout, names(folder)) == (2, "running grpo.py\n", set())
     assert result.stderr == "Task 1 (sample_group) is not written yet: open grpo.py\n"
 
 
