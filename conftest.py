@@ -113,9 +113,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Points per task and in all, after a run of all tests (not after `-k task1`: that stays quiet)."""
-    if terminalreporter.stats.get("deselected"):
-        return
+    """After a failure, how to repeat its inputs. After a run of all tests (`-k task1` stays quiet), the points."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.line(f"LAB_SEED={SEED} in the environment repeats these inputs")
     earned, possible = {}, {}
     reports = [report for kind in ("passed", "failed", "error") for report in terminalreporter.stats.get(kind, [])]
     for report in reports:
@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter):
             task = report.nodeid.split("::test_")[1].split("_")[0]
             possible[task] = possible.get(task, 0) + points
             earned[task] = earned.get(task, 0) + points * report.passed
-    if not possible:
+    if sum(possible.values()) != 100:
         return
     terminalreporter.section("points")
     for task in sorted(possible):

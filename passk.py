@@ -86,7 +86,7 @@ def bootstrap_band(values: np.ndarray, seed: int, draws: int = 2000) -> tuple[np
 
 
 def print_table(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarray) -> None:
-    """A row for each of KS: estimates, in brackets the exact values, and the band. Arguments as for `plot`."""
+    """A row for each of KS: estimates, in brackets the exact values, and the band. Arguments as for `plot_passk`."""
     print(f"{'k':>3}  {'SFT':<15}{'GRPO':<15}{'GRPO - SFT':<19}95% band")
     for k in KS:
         cells = [f"{estimate[name][k - 1]:.3f} ({exact[name][k - 1]:.3f})" for name in ("SFT", "GRPO")]

@@ -6,7 +6,7 @@
     python run.py --show 3                                             three groups to look at, again and again
     python run.py --help                                               every flag with its default
 
-In order: checks before anything is trained, training, saving, and `main`, which you may read first.
+In order: checks before anything is trained, training, saving, and `work`, which you may read first.
 """
 
 import sys
@@ -32,25 +32,27 @@ from tqdm import tqdm
 import tinylm
 from lab import explain
 from lab.device import check_device
-from lab.files import check_marked, check_run, files_of, lock_on, save_each
+from lab.files import check_marked, check_run, files_of, free_name, lock_on, save_each
 from lab.flags import Parser, settings_of
 from lab.history import History, Run, first_line, print_table, read_csv, write_csv
 from lab.pictures import COLOURS, REDRAW_MARK, plot
-from lab.start import load_grpo, reason_and_status, stopped_by_signals, whoever_listens
+from lab.start import find_grpo, load_grpo, reason_and_status, stopped_by_signals, wants_reference, whoever_listens
 
 
 def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
-    """The earlier runs to draw. Raises ValueError, before anything is trained, if they or the files won't do."""
+    """The earlier runs to draw. Raises ValueError, before anything is trained, if something will not do."""
     earlier = args.versus + args.redraw
     if len(earlier) + bool(not args.redraw) > len(COLOURS):
         raise ValueError(f"one picture holds {len(COLOURS)} runs at most")
-    if args.redraw and settings != settings_of(run_parser().parse_args([])):
+    if args.redraw and (args.show or settings != settings_of(run_parser().parse_args([]))):
         raise ValueError("--redraw trains nothing: beside it only --out has a meaning")
     runs = [read_csv(path) for path in earlier]
     if args.redraw:
         check_marked(args.out, REDRAW_MARK)
     else:
         check_run(args.out, first_line(settings))
+        check_device(args.device)
+        find_grpo(args.solutions)
     return runs
 
 
@@ -94,8 +96,8 @@ def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> t
         with tqdm(total=args.iters, disable=None, leave=False) as bar:
             grpo.train_grpo(model, config, report)
         return history, 0
-    except NotImplementedError as error:
-        if not str(error).startswith("Task"):  # not one of the lab's stubs: show where it comes from
+    except (NotImplementedError, ValueError) as error:
+        if not str(error).startswith(("Task", "sample_group (task 1)")):  # not the lab's: show where it comes from
             raise
         print(error, file=sys.stderr)
     except FloatingPointError as error:
@@ -124,32 +126,40 @@ def save(model: tinylm.TinyLM, runs: list[Run], out: Path, stopped: bool, traine
     return not problems
 
 
-def main(parser: Parser, args: argparse.Namespace) -> int:
+def work(parser: Parser, args: argparse.Namespace) -> int:
     """Check, train, show, save. Returns the exit status."""
     settings = settings_of(args)
     try:
         earlier = check(args, settings)
-        if args.redraw:
-            plot(earlier, args.out, REDRAW_MARK)
-            print(f"saved {args.out}")
-            return 0
-        check_device(args.device)
-        grpo = load_grpo(args.solutions)
     except ValueError as error:
         parser.error(str(error))
+    if args.redraw:
+        plot(earlier, args.out, REDRAW_MARK)
+        print(f"saved {args.out}")
+        return 0
+    grpo = load_grpo(find_grpo(args.solutions))
     gc.freeze()  # torch's objects are many, and stay: collecting garbage is quicker without going through them
+    model = tinylm.load_or_train_sft().to(args.device)
+    history, status = train(grpo, model, args)
+    if len(history) < 2:
+        return status
+    print_table(history)
+    stopped = len(history) <= args.iters
+    # What there is of a run that was stopped does not replace a whole one with the same settings.
+    out = free_name(args.out) if stopped and args.out.exists() else args.out
+    runs = [Run(out.stem, settings, history), *earlier]
+    whole = save(model, runs, out, stopped, trained=status != 2)  # 2: the weights are spoilt
+    return status if whole else 2
+
+
+def main(parser: Parser, args: argparse.Namespace) -> int:
+    """The command with its flags: alone on its files, and stopped by signals as by Ctrl-C. Returns the exit status."""
+    args.solutions = args.solutions or (wants_reference() and not args.redraw)
     try:
         with lock_on(args.out), stopped_by_signals(), whoever_listens():
-            model = tinylm.load_or_train_sft().to(args.device)
-            history, status = train(grpo, model, args)
-            if len(history) > 1:
-                print_table(history)
-                runs = [Run(args.out.stem, settings, history), *earlier]
-                whole = save(model, runs, args.out, stopped=len(history) <= args.iters, trained=status != 2)
-                status = status if whole else 2
+            return work(parser, args)
     except TimeoutError:  # of the lock
         parser.error(f"--out {args.out}: another run is writing these files: wait for it, or name this run otherwise")
-    return status
 
 
 if __name__ == "__main__":

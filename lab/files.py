@@ -63,7 +63,7 @@ def check_run(out: Path, first_line: str) -> None:
     files beside a CSV that begins with another line than this run's will.
     """
     check_picture(out)
-    if out.stem.lower() in ("tinylm_sft", "passk"):
+    if out.stem.lower() in ("tinylm_sft", "tinylm_grpo", "passk"):
         raise ValueError(f"--out {out}: the lab has another file of that name")
     picture, table, checkpoint = files_of(out)
     try:
@@ -85,7 +85,10 @@ def lock_on(out: Path) -> Iterator[None]:
     name = hashlib.sha256(str(out.resolve().with_suffix("")).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"grpo-lab-{name}.lock"
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError as error:  # it is another user's
+            raise TimeoutError from error
         try:
             with FileLock(path, timeout=0):
                 # A run that ended just now may have deleted the file before we had the lock, and another have made it
@@ -113,8 +116,9 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """The first of name-2.png, name-3.png ... that is not there."""
-    return next(other for i in count(2) if not (other := path.with_stem(f"{path.stem}-{i}")).exists())
+    """The first of name-2.png, name-3.png ... that is not there, nor any other file of that name."""
+    names = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
+    return next(other for other in names if not any(part.exists() for part in {other, *files_of(other)}))
 
 
 def save_each(writers: dict[Path, Callable[[Path], None]]) -> tuple[list[Path], list[str], list[str]]:

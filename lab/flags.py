@@ -79,7 +79,7 @@ def run_parser() -> Parser:
     flag("--out", DEFAULT_OUT, Path, "the plot; CSV and checkpoint beside it: clip.png, clip.csv, clip.pt", "FILE")
     flag("--show", 0, number(int, 0, 100), "groups of answers to print at every evaluation, with their advantages")
     several = parser.add_mutually_exclusive_group()
-    csvs = {"type": Path, "nargs": "+", "default": [], "metavar": "CSV"}
+    csvs = {"action": "extend", "type": Path, "nargs": "+", "default": [], "metavar": "CSV"}
     several.add_argument("--versus", help="draw these earlier runs into the same plot", **csvs)
     several.add_argument("--redraw", help="train nothing, draw these earlier runs alone", **csvs)
     solutions = "run the reference, solutions/grpo.py; so does RL_SOLUTIONS=1 in the environment (default: grpo.py)"
@@ -89,10 +89,11 @@ def run_parser() -> Parser:
 
 def settings_of(args: argparse.Namespace) -> list[str]:
     """The flags that repeat the run, every setting spelled out: ["--iters 300", "--prompts 16", ...]."""
-    no_settings = ("out", "show", "versus", "redraw", "solutions")  # where to, what else to look at, and whose code
+    no_settings = ("out", "show", "versus", "redraw")  # where to, and what else to look at
     flags = {name: value for name, value in vars(args).items() if name not in no_settings}
-    no_std = [] if flags.pop("std") else ["--no-std"]
-    return [f"--{'prompts' if n == 'P' else n.replace('_', '-')} {value}" for n, value in flags.items()] + no_std
+    bare = [] if flags.pop("std") else ["--no-std"]
+    bare += ["--solutions"] if flags.pop("solutions") else []
+    return [f"--{'prompts' if n == 'P' else n.replace('_', '-')} {value}" for n, value in flags.items()] + bare
 
 
 def passk_parser() -> Parser:

@@ -58,13 +58,18 @@ def load_module(path: Path, name: str) -> ModuleType:
     return module
 
 
-def load_grpo(solutions: bool) -> ModuleType:
-    """The student's grpo.py or, if asked for, the reference; says which. Raises ValueError if it is not there."""
-    path = REFERENCE if solutions or wants_reference() else ROOT / "grpo.py"
-    name = path.relative_to(ROOT).as_posix()
+def find_grpo(solutions: bool) -> Path:
+    """The student's grpo.py or, if asked for, the reference. Raises ValueError if it is not there."""
+    path = REFERENCE if solutions else ROOT / "grpo.py"
     if not path.exists():
-        raise ValueError(f"there is no {name} here, which --solutions and RL_SOLUTIONS=1 ask for")
-    print(f"running {name}", flush=True)
+        why = ", which --solutions and RL_SOLUTIONS=1 ask for" if solutions else ""
+        raise ValueError(f"there is no {path.relative_to(ROOT).as_posix()} here{why}")
+    return path
+
+
+def load_grpo(path: Path) -> ModuleType:
+    """The module in that file, which is named on the screen."""
+    print(f"running {path.relative_to(ROOT).as_posix()}", flush=True)
     return load_module(path, "grpo")
 
 

@@ -152,8 +152,8 @@ def no_sharing():
     """Every row is read, as if no two were equal."""
     import tinylm
 
-    def every_row(model, tokens, first, temperature=1.0):
-        return model(tokens, first) / temperature
+    def every_row(model, tokens, logits_to_keep, temperature=1.0):
+        return model(tokens, logits_to_keep) / temperature
 
     with mock.patch.object(tinylm, "policy_logits", every_row):
         yield

@@ -47,10 +47,10 @@ def values(log_u: Tensor) -> Mistakes:
     return {name: wrong(log_u) for name, wrong in WRONG.items()}
 
 
-def gradients(log_u: Tensor, weights: Tensor) -> Mistakes:
-    """What they give in place of the gradient of sum(weights * k3) with respect to logp."""
+def gradients(log_u: Tensor) -> Mistakes:
+    """What they give in place of the gradient of k3 with respect to logp, 1 - u."""
     found = {}
     for name, wrong in WRONG.items():
         leaf = log_u.clone().requires_grad_()
-        found[name] = -torch.autograd.grad((wrong(leaf) * weights).sum(), leaf)[0]
+        found[name] = -torch.autograd.grad(wrong(leaf).sum(), leaf)[0]
     return found

@@ -54,7 +54,7 @@ def call(reference, tmp_path, monkeypatch, capsys):
     It draws no picture, which would take longer than all the rest.
     """
     monkeypatch.setattr(run, "plot", lambda runs, path, mark="": path.write_bytes(b"picture"))
-    monkeypatch.setattr(run, "load_grpo", lambda solutions: reference)
+    monkeypatch.setattr(run, "load_grpo", lambda path: reference)
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.chdir(tmp_path)
 

@@ -55,7 +55,7 @@ def test_unusual_flag_is_accepted(flags):
     "out",
     [
         *("clip", "clip.txt", "clip.csv", "run.py", ".png", "missing/clip.png", "file/clip.png", f"{'x' * 300}.png"),
-        *("tinylm_sft.png", "TinyLM_SFT.svg", "passk.png"),
+        *("tinylm_sft.png", "TinyLM_SFT.svg", "passk.png", "tinylm_grpo.png"),
     ],
 )
 def test_a_name_that_will_not_do_is_one_line(call, tmp_path, out):

@@ -11,7 +11,7 @@ def test_a_csv_is_read_as_it_was_written(runs):
     folder, _ = runs["first"]
     read = read_csv(folder / "grpo_tinylm.csv")
     assert read.name == "grpo_tinylm"
-    assert read.settings == settings_of(run_parser().parse_args(TINY))
+    assert read.settings == settings_of(run_parser().parse_args([*TINY, "--solutions"]))
     _, rows = rows_of(folder / "grpo_tinylm.csv")
     assert read.history == [{name: float(value) for name, value in row.items() if value} for row in rows]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import LAB, TINY, assert_one_line, copy_lab, finish, names, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -118,6 +119,53 @@ def test_a_pipe_that_is_closed_does_not_end_the_run(tmp_path):
     assert names(tmp_path) == FILES and len(read_csv(tmp_path / "grpo_tinylm.csv").history) == 21
 
 
+def test_a_run_that_was_stopped_does_not_replace_a_whole_one(call, reference, tmp_path, monkeypatch):
+    assert call(*TINY).returncode == 0
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    step, count = reference.grpo_step, itertools.count(1)
+
+    def stopped(*arguments):
+        if next(count) == 3:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(reference, "grpo_step", stopped)
+    result = call(*TINY)
+    assert result.returncode == 130 and "saved grpo_tinylm-2.pt, grpo_tinylm-2.csv, grpo_tinylm-2.png" in result.stdout
+    assert {name: (tmp_path / name).read_bytes() for name in whole} == whole
+    assert len(read_csv(tmp_path / "grpo_tinylm-2.csv").history) == 3
+
+
+def test_samples_that_break_the_tasks_are_one_line(call, reference, monkeypatch):
+    sample_group = reference.sample_group
+
+    def empty(*arguments, **named):
+        samples = sample_group(*arguments, **named)
+        samples.mask = torch.zeros_like(samples.mask)
+        return samples
+
+    monkeypatch.setattr(reference, "sample_group", empty)
+    assert_one_line(call(*TINY), "sample_group (task 1): a row of the mask is empty")
+
+
+def test_flags_that_name_several_runs_are_all_taken():
+    assert run.run_parser().parse_args(["--versus", "a.csv", "--versus", "b.csv", "c.csv"]).versus == [
+        *map(Path, ("a.csv", "b.csv", "c.csv"))
+    ]
+
+
+@POSIX
+def test_a_lock_of_another_user_is_one_line(call, tmp_path, monkeypatch):
+    def refuse(path, *rest):
+        if str(path).endswith(".lock"):
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, *rest)
+
+    open_file = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    assert_one_line(call(*TINY), "another run is writing these files")
+
+
 # The environment, and how Python is started -----------------------------------------------------------------------
 
 
@@ -134,12 +182,8 @@ def test_a_variable_that_is_wrong_stops_the_tests_with_one_line(setting):
 
 
 def test_rl_solutions_that_is_wrong_stops_a_run_with_one_line(call, monkeypatch):
-    monkeypatch.setattr(run, "load_grpo", LOAD_GRPO)
     monkeypatch.setenv("RL_SOLUTIONS", "true")
     assert_one_line(call(*TINY), "RL_SOLUTIONS='true'")
-
-
-LOAD_GRPO = run.load_grpo
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

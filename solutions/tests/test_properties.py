@@ -142,19 +142,19 @@ def test_reward_is_for_the_plain_sum_and_its_end(case):
 
 
 @cases(300)
-@given(tokens(12, 10), st.integers(0, 9))
-def test_equal_rows_are_computed_once_and_every_row_is_right(sft, rows, first):
+@given(tokens(12, 10), st.integers(1, 10))
+def test_equal_rows_are_computed_once_and_every_row_is_right(sft, rows, keep):
     """`policy_logits` reads each distinct row once, and gives every row what the model gives it alone."""
-    assume(len(rows) > 0 and first < rows.shape[1])
+    assume(len(rows) > 0 and keep <= rows.shape[1])
     read = []
 
-    def model(tokens, first):
+    def model(tokens, logits_to_keep):
         read.append(tokens)
-        return sft(tokens, first)
+        return sft(tokens, logits_to_keep)
 
     with torch.no_grad():
-        got = tinylm.policy_logits(model, rows, first, 0.5)
-        expected = torch.cat([sft(row.unsqueeze(0)) for row in rows])[:, first:] / 0.5
+        got = tinylm.policy_logits(model, rows, keep, 0.5)
+        expected = torch.cat([sft(row.unsqueeze(0)) for row in rows])[:, -keep:] / 0.5
     assert sorted(map(tuple, read[0].tolist())) == sorted(set(map(tuple, rows.tolist())))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
@@ -673,7 +673,7 @@ def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]
 
     (tmp_path / "locks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "locks"))
-    monkeypatch.setattr(run, "load_grpo", lambda solutions: reference)
+    monkeypatch.setattr(run, "load_grpo", lambda path: reference)
     monkeypatch.setattr(grade, "signal", SimpleNamespace())  # so that it leaves this process's handlers as they are
     monkeypatch.delenv("RL_SOLUTIONS", raising=False)
     monkeypatch.delenv("LAB_STEPS", raising=False)

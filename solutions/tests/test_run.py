@@ -34,7 +34,7 @@ def test_run_writes_picture_csv_and_checkpoint(runs):
     settings, rows = rows_of(folder / "grpo_tinylm.csv")
     assert settings == (
         "# run.py --iters 3 --prompts 2 --G 2 --inner-steps 2 --lr 0.0003 --clip 0.2 --beta 0.04 "
-        "--temperature 1.0 --seed 0 --eval-every 1 --device cpu"
+        "--temperature 1.0 --seed 0 --eval-every 1 --device cpu --solutions"
     )
     assert list(rows[0]) == [
         *("iteration", "reward", "all_right", "all_wrong", "clip_fraction", "kl", "ratio", "loss"),
@@ -143,7 +143,7 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     process.send_signal(signal.SIGINT)
     result = finish(process)
     assert result.returncode == 130, result
-    assert "saved long.png, long.csv, long.pt" in result.stdout
+    assert "saved long.pt, long.csv, long.png" in result.stdout
     assert names(tmp_path) == {"long.png", "long.csv", "long.pt"}
     _, rows = rows_of(tmp_path / "long.csv")
     assert len(rows) >= 3
