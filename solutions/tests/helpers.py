@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +28,18 @@ def start(folder: Path, *arguments: str | Path, **changes: str | None) -> subpro
     environment = {name: value for name, value in (os.environ | environment).items() if value is not None}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=folder, env=environment, **pipes)
+
+
+@contextmanager
+def running(folder: Path, *arguments: str | Path, **changes: str | None) -> Iterator[subprocess.Popen]:
+    """The same for a program that may go on for ever: it is ended with the block at the latest."""
+    process = start(folder, *arguments, **changes)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

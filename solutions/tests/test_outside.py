@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import LAB, TINY, assert_one_line, copy_lab, finish, names, start
+from helpers import LAB, TINY, assert_one_line, copy_lab, finish, names, running, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from manifest import STUDENT
@@ -85,10 +85,10 @@ def test_ctrl_c_while_the_picture_is_drawn_says_what_is_saved(call, tmp_path, mo
 @POSIX
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_job_that_is_ended_and_a_terminal_that_is_closed_save_what_there_is(tmp_path, number):
-    process = start(tmp_path, LAB / "run.py", *TINY, "--solutions", "--iters", "1000000")
-    assert "iteration 1 of" in process.stdout.readline() + process.stdout.readline()
-    process.send_signal(number)
-    result = finish(process)
+    with running(tmp_path, LAB / "run.py", *TINY, "--solutions", "--iters", "1000000") as process:
+        assert "iteration 1 of" in process.stdout.readline() + process.stdout.readline()
+        process.send_signal(number)
+        result = finish(process)
     assert result.returncode == 128 + number and names(tmp_path) == FILES, result
     done = len(read_csv(tmp_path / "grpo_tinylm.csv").history) - 1
     assert result.stderr == f"run.py: stopped by {number.name} after iteration {done} of 1000000\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LAB, TINY, assert_one_line, differ, finish, names, rows_of, start
+from helpers import LAB, TINY, assert_one_line, differ, finish, names, rows_of, running, start
 from matplotlib.image import imread
 
 import run
@@ -138,10 +138,10 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     code = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); del sys.argv[0]; "
     code += "sys.path.insert(0, sys.argv[0]); runpy.run_path(sys.argv[0] + '/run.py', run_name='__main__')"
     flags = [*TINY, "--solutions", "--iters", "1000000", "--out", "long.png"]
-    process = start(tmp_path, "-c", code, LAB, *flags)
-    assert "iteration 2 of 1000000" in "".join(process.stdout.readline() for _ in range(3))
-    process.send_signal(signal.SIGINT)
-    result = finish(process)
+    with running(tmp_path, "-c", code, LAB, *flags) as process:
+        assert "iteration 2 of 1000000" in "".join(process.stdout.readline() for _ in range(3))
+        process.send_signal(signal.SIGINT)
+        result = finish(process)
     assert result.returncode == 130, result
     assert "saved long.pt, long.csv, long.png" in result.stdout
     assert names(tmp_path) == {"long.png", "long.csv", "long.pt"}
