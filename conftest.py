@@ -72,13 +72,12 @@ def examiner(grpo, reference, sft, monkeypatch, request):
             continue
         first = next(test for name, test in vars(request.module).items() if name.startswith(f"test_task{earlier}_"))
         fixtures = {"examiner": examiner, "sft": sft}
-        problem = None
         try:
             first(*(fixtures[name] for name in inspect.signature(first).parameters))
         except pytest.fail.Exception as failure:
             problem = str(failure).splitlines()[0]
-        if problem:  # outside of the handler, so that pytest prints one failure and not two
-            examiner.fail(task, f"it builds on task {earlier}, so fix task {earlier} first.\n  {problem}")
+            examiner.fix_first = f"it builds on task {earlier}, so fix task {earlier} first.\n  {problem}"
+            break
     return examiner
 
 

@@ -78,6 +78,7 @@ class Examiner:
 
     def __init__(self, grpo: ModuleType, with_traceback: bool):
         self.grpo, self.with_traceback = grpo, with_traceback
+        self.fix_first = ""  # what an earlier task, on which this one builds, does wrong
 
     def fail(self, task: int, message: str):
         """End the test with "Task N (function): message"."""
@@ -85,6 +86,8 @@ class Examiner:
 
     def call(self, task: int, *args):
         """Call the task's function, and see that it returns something and leaves its inputs as they were."""
+        if self.fix_first:
+            self.fail(task, self.fix_first)
         function = getattr(self.grpo, NAMES[task], None)
         if function is None:
             self.fail(task, "grpo.py no longer has a function of this name")

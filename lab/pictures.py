@@ -37,11 +37,11 @@ def in_its_own_style(draw: Callable) -> Callable:
     return drawn
 
 
-def save_figure(figure: Figure, path: Path, mark: str = "run.py") -> None:
+def save_figure(figure: Figure, path: Path, mark: str = "run.py", dpi: int = 110) -> None:
     """Save the matplotlib figure, whole or not at all, with `mark` inside, where `check_marked` finds it."""
     inside = {"pil_kwargs": {"comment": mark}} if path.suffix.lower() == ".jpg" else {"metadata": {"Creator": mark}}
     with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=110, **inside)
+        figure.savefig(temporary, dpi=dpi, **inside)
 
 
 # A run, or several ----------------------------------------------------------------------------------------------
@@ -149,9 +149,11 @@ def plot(runs: list[Run], path: Path, mark: str = "run.py") -> None:
 # pass@k ----------------------------------------------------------------------------------------------------------
 
 
-def leaders(difference: np.ndarray) -> str:
-    """Who is ahead from which k on, given GRPO - SFT at k = 1, 2, 3 ...: "GRPO from k = 1, SFT from k = 13"."""
-    signs = np.sign(difference.round(6)).astype(int)  # the probabilities are float32: no more digits than that
+def leaders(low: np.ndarray, high: np.ndarray) -> str:
+    """Who is ahead from which k on, given the band of GRPO - SFT at k = 1, 2, 3 ...: "GRPO from k = 1, neither from
+    k = 13". Neither is where the band holds 0.
+    """
+    signs = (low > 0).astype(int) - (high < 0)
     changes = [k for k in range(1, len(signs) + 1) if k == 1 or signs[k - 1] != signs[k - 2]]
     return ", ".join(f"{('neither', 'GRPO', 'SFT')[signs[k - 1]]} from k = {k}" for k in changes)
 
@@ -180,7 +182,7 @@ def plot_passk(estimate: Curves, exact: Curves, low: np.ndarray, high: np.ndarra
     band = "95% band, resampling the problems"
     difference.fill_between(EVERY_K, 100 * low, 100 * high, color=GREEN, alpha=0.2, linewidth=0, label=band)
     draw(difference, exact["GRPO"] - exact["SFT"], estimate["GRPO"] - estimate["SFT"], GREEN, "D")
-    difference.set(title=f"ahead: {leaders(exact['GRPO'] - exact['SFT'])}")
+    difference.set(title=f"ahead: {leaders(low, high)}")
     # Nearly linear up to half a point, logarithmic beyond: the lead at k = 1 is some fifty times that at k = 64.
     difference.set_yscale("asinh", linear_width=0.5)
     difference.set_ylabel("GRPO - SFT (percentage points, stretched near 0)")

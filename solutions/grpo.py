@@ -368,7 +368,8 @@ def train_grpo(
     device = next(model.parameters()).device
     train_prompts, held_out = (prompts.to(device) for prompts in tinylm.problems())
     ref_model = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, fused=True)
+    fused = device.type in ("cpu", "cuda")  # quicker; on Apple's mps not every version of torch has it
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, fused=fused)
     draw = torch.Generator().manual_seed(config.seed)  # which prompts
     generator = torch.Generator(device).manual_seed(config.seed)  # which responses
     history = []

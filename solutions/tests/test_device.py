@@ -105,11 +105,16 @@ def test_the_pretended_device_refuses_a_mixture(on_device):
         there.numpy()
 
 
-def test_training_and_evaluation_leave_nothing_on_the_cpu(on_device, sft, reference):
+def test_training_and_evaluation_leave_nothing_on_the_cpu(on_device, sft, reference, monkeypatch):
     model = copy.deepcopy(sft).to(on_device)
     assert {weight.device for weight in model.parameters()} == {on_device}
     config = reference.GRPOConfig(iters=2, P=4, G=4, eval_every=2)
+    adam, fused = torch.optim.Adam, []
+    monkeypatch.setattr(
+        torch.optim, "Adam", lambda *args, **kwargs: fused.append(kwargs["fused"]) or adam(*args, **kwargs)
+    )
     history = reference.train_grpo(model, config)
+    assert fused == [False], "the oldest torch refuses it on mps"
     on_cpu = reference.train_grpo(copy.deepcopy(sft), config)
     assert history[-1]["sampled_accuracy"] == pytest.approx(on_cpu[-1]["sampled_accuracy"], abs=1e-4)
 

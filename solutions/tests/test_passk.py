@@ -137,16 +137,16 @@ def test_bootstrap_band():
 
 
 @pytest.mark.parametrize(
-    ("difference", "expected"),
+    ("low", "high", "expected"),
     [
-        ([0.3, 0.1, -0.1, -0.2], "GRPO from k = 1, SFT from k = 3"),
-        ([0.3, 0.2, 0.1], "GRPO from k = 1"),
-        ([-0.3, 0.1, 0.2, -0.1], "SFT from k = 1, GRPO from k = 2, SFT from k = 4"),
-        ([0.0, 1e-9, 0.0], "neither from k = 1"),
+        ([0.2, 0.0, -0.1, -0.2], [0.3, 0.1, 0.1, -0.1], "GRPO from k = 1, neither from k = 2, SFT from k = 4"),
+        ([0.3, 0.2, 0.1], [0.4, 0.3, 0.2], "GRPO from k = 1"),
+        ([-0.3, -0.1], [-0.1, 0.0], "SFT from k = 1, neither from k = 2"),
+        ([-0.1, 0.0, -0.1], [0.1, 0.1, 0.0], "neither from k = 1"),
     ],
 )
-def test_leaders(difference, expected):
-    assert passk.leaders(np.array(difference)) == expected
+def test_leaders(low, high, expected):
+    assert passk.leaders(np.array(low), np.array(high)) == expected
 
 
 # The command ----------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_the_command(sft, trained, tmp_path):
     for _, sft_estimate, _, grpo_estimate, _, difference, _, low, high in numbers:
         assert difference == pytest.approx(grpo_estimate - sft_estimate, abs=1.1e-3)
         assert low <= difference <= high
-    assert "ahead, by the exact curves: GRPO from k = 1, SFT from k = " in result.stdout
+    assert "ahead, where the band leaves out 0: GRPO from k = 1, neither from k = " in result.stdout
 
 
 def test_a_seed_repeats_the_table_and_the_picture_is_replaced(trained, tmp_path, call, monkeypatch):
