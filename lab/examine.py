@@ -51,7 +51,7 @@ def rounded(values: Tensor) -> str:
     if numbers.dim() == 0:
         return f"{numbers.item():.5g}"
     cut = ", ..." if numbers.numel() > 32 else ""
-    numbers = numbers[: max(1, 32 // numbers[0].numel())]
+    numbers = numbers[: max(1, 32 // max(1, numbers[:1].numel()))]
     rows = [f"{row:.4g}" if row.dim() == 0 else f"[{', '.join(f'{v:.4g}' for v in row)}]" for row in numbers]
     return f"[{', '.join(rows)}{cut}]"
 
@@ -60,8 +60,9 @@ def first_difference(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> 
     """Where the first wrong number stands: ", first at row 2, token 1"."""
     if got.shape != expected.shape or got.dim() == 0:
         return ""
-    place = (~torch.isclose(got.double(), expected.double(), tolerance, tolerance)).nonzero()[0].tolist()
-    return ", first at " + ", ".join(f"{axis} {i}" for axis, i in zip(("row", "token"), place, strict=False))
+    places = (~torch.isclose(got.double(), expected.double(), tolerance, tolerance)).nonzero().tolist()
+    words = [f"{axis} {i}" for place in places[:1] for axis, i in zip(("row", "token"), place, strict=False)]
+    return f", first at {', '.join(words)}" if words else ""
 
 
 def describe(error: BaseException) -> str:

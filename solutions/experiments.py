@@ -590,7 +590,7 @@ def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> 
     figure = Figure(figsize=(15, 0.6 + 2.6 * len(variants)), layout="constrained")
     rows = figure.subplots(len(variants), 4, squeeze=False)
     names = ("Sampled accuracy", "Greedy accuracy", "KL, nats per token, median of 21", "Groups without signal")
-    tops = [1.0, 1.0, 0.0, 1.0]
+    tops = [1.0, 1.0, 0.05, 1.0]
     for row, variant, colour in zip(rows, variants, COLOURS, strict=False):
         default = curves_of(results["default"])
         for i, (panel, (x, seeds)) in enumerate(zip(row, curves_of(results[variant]), strict=True)):

@@ -60,7 +60,7 @@ SURROGATES = {
     ),
     "nothing is clipped: take the minimum with the clipped term": lambda r, A, b: r * A,
     "the clip is in log space (exp(-clip) to exp(clip)): clip the ratio itself": lambda r, A, b: torch.minimum(
-        r * A, r.clamp(math.exp(-b.clip), math.exp(b.clip)) * A
+        r * A, r.clamp(math.exp(-b.clip), math.exp(min(b.clip, 700))) * A
     ),
     "the clip works for positive advantages only: it must bind for negative ones too": lambda r, A, b: torch.where(
         A > 0, torch.minimum(r, 0 * r + 1 + b.clip) * A, r * A
@@ -205,7 +205,10 @@ def loss_with(names: tuple, batch: Batch) -> tuple[Tensor, Tensor] | None:
     if (A := advantages(b)) is None:
         return None
     b.surrogate, b.penalty = surrogate(ratio(b), A, b), penalty(b)
-    loss = sign * average(b.surrogate - b.penalty, b)
+    try:
+        loss = sign * average(b.surrogate - b.penalty, b)
+    except RuntimeError:  # advantages broadcast over the tokens make [N, N] of [N, 1], which not every average takes
+        return None
     gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
     return loss.detach(), torch.zeros_like(leaf) if gradient is None else gradient
 

@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from statistics import fmean, median
 
 import calibrate
 import experiments
 import pytest
-from manifest import LAB
+from helpers import copy_lab, finish, start
+from manifest import LAB, STUDENT
 
 import tinylm
 from lab.flags import passk_parser, run_parser
@@ -35,14 +34,17 @@ def claims() -> dict[str, list[tuple[float, ...]]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory, sft):
-    """The default run, from this machine's own starting policy: (its history, what calibrate.py measures of it)."""
-    folder = tmp_path_factory.mktemp("fresh")
-    done = subprocess.run([sys.executable, LAB / "run.py", "--solutions"], cwd=folder, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+ROUNDINGS = [{}, *(calibrate.roundings()[i] for i in (0, -1))]  # as this machine computes, and in two other ways
+
+
+@pytest.fixture(scope="module", params=ROUNDINGS, ids=lambda rounding: ", ".join(rounding.values()) or "as it is")
+def fresh(request, tmp_path_factory):
+    """The default run, from the starting policy of a rounding: (its history, what calibrate.py measures of it)."""
+    folder = copy_lab([*STUDENT, "solutions/grpo.py"], tmp_path_factory.mktemp("fresh"))
+    done = finish(start(folder, folder / "run.py", "--solutions", **request.param))
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr  # it says that it trains the policy
     history = read_csv(folder / "grpo_tinylm.csv").history
-    model = tinylm.load_checkpoint(folder / "tinylm_grpo.pt")
+    model, sft = (tinylm.load_checkpoint(folder / name) for name in ("tinylm_grpo.pt", "tinylm_sft.pt"))
     figures = calibrate.figures(sft, model, history)
     gain = history[100]["sampled_accuracy"] - history[0]["sampled_accuracy"]
     return history, figures | {calibrate.GAIN: gain}
@@ -62,6 +64,7 @@ def test_a_fresh_default_run_lies_within_the_readmes_ranges(fresh):
         "k3 KL to the reference, nats per token": ["k3 KL, first 30 iterations", "k3 KL, last 30 iterations"],
         "in sampled accuracy, after 100 iterations": [calibrate.GAIN],
         "in pass@1, after 300": ["pass@1, GRPO - SFT"],
+        "in pass@2, after 300": ["pass@2, GRPO - SFT"],
         "in pass@16, after 300": ["pass@16, GRPO - SFT"],
         "in pass@64, after 300": ["pass@64, GRPO - SFT"],
     }

@@ -343,8 +343,8 @@ def test_exact_accuracy_agrees_with_sampling(sft, held_out, temperature):
 
 
 def test_the_starting_policy_is_the_one_the_lab_is_calibrated_for(sft, held_out):
-    sampled, greedy = accuracy(sft, held_out)
-    assert 0.45 <= sampled <= 0.62 and 0.68 <= greedy <= 0.90
+    sampled, greedy = accuracy(sft, held_out)  # their ranges are the README's, which test_readme.py holds
+    assert 0 < sampled < greedy < 1
     parameters = sum(weights.numel() for weights in sft.parameters())
     assert 95_000 <= parameters <= 110_000
 
