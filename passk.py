@@ -12,7 +12,7 @@ would not find in many tries? The curves at large k tell.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out where it is told to (-P, -I)
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # -P and -I leave it out
 
 from lab.flags import passk_parser
 from lab.start import begin

@@ -12,7 +12,7 @@ In order: checks before anything is trained, training, saving, and `work`, which
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out where it is told to (-P, -I)
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # -P and -I leave it out
 
 from lab.flags import run_parser
 from lab.start import begin
@@ -36,13 +36,14 @@ from lab.files import check_marked, check_run, files_of, free_name, lock_on, sav
 from lab.flags import Parser, settings_of
 from lab.history import History, Run, first_line, print_table, read_csv, write_csv
 from lab.pictures import COLOURS, REDRAW_MARK, plot
-from lab.start import find_grpo, load_grpo, reason_and_status, stopped_by_signals, wants_reference, whoever_listens
+from lab.start import find_grpo, load_grpo, outliving_readers, reason_and_status, stopped_by_signals, wants_reference
 
 
 def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
     """The earlier runs to draw. Raises ValueError, before anything is trained, if something will not do."""
     earlier = args.versus + args.redraw
-    if len(earlier) + bool(not args.redraw) > len(COLOURS):
+    new = 0 if args.redraw else 1
+    if new + len(earlier) > len(COLOURS):
         raise ValueError(f"one picture holds {len(COLOURS)} runs at most")
     if args.redraw and (args.show or settings != settings_of(run_parser().parse_args([]))):
         raise ValueError("--redraw trains nothing: beside it only --out has a meaning")
@@ -57,7 +58,7 @@ def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
 
 
 def call_tasks(grpo: ModuleType, model: tinylm.TinyLM) -> None:
-    """Call tasks 1 to 4 once, on two rows: of several stubs, the first one shall say that it is not written yet."""
+    """Call tasks 1 to 4 once, on two rows, so that of several stubs the first one is named."""
     device = next(model.parameters()).device
     two, rows = torch.ones(2, device=device), torch.ones(2, 1, device=device)
     grpo.sample_group(model, tinylm.encode(["37+48="]).to(device), 2, generator=torch.Generator(device))
@@ -103,7 +104,7 @@ def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> t
     except FloatingPointError as error:
         print(f"run.py: {error}", file=sys.stderr)
     except KeyboardInterrupt as stop:
-        if len(history) < 2:
+        if len(history) < 2:  # row 0 is the evaluation before training
             raise
         reason, status = reason_and_status(stop)
         print(f"run.py: stopped by {reason} after iteration {len(history) - 1} of {args.iters}", file=sys.stderr)
@@ -145,10 +146,10 @@ def work(parser: Parser, args: argparse.Namespace) -> int:
         return status
     print_table(history)
     stopped = len(history) <= args.iters
-    # What there is of a run that was stopped does not replace a whole one with the same settings.
+    # A run that was stopped does not replace a whole one with the same settings.
     out = free_name(args.out) if stopped and args.out.exists() else args.out
     runs = [Run(out.stem, settings, history), *earlier]
-    whole = save(model, runs, out, stopped, trained=status != 2)  # 2: the weights are spoilt
+    whole = save(model, runs, out, stopped, trained=status != 2)  # 2: the last step spoilt the weights
     return status if whole else 2
 
 
@@ -156,7 +157,7 @@ def main(parser: Parser, args: argparse.Namespace) -> int:
     """The command with its flags: alone on its files, and stopped by signals as by Ctrl-C. Returns the exit status."""
     args.solutions = args.solutions or (wants_reference() and not args.redraw)
     try:
-        with lock_on(args.out), stopped_by_signals(), whoever_listens():
+        with lock_on(args.out), stopped_by_signals(), outliving_readers():
             return work(parser, args)
     except TimeoutError:  # of the lock
         parser.error(f"--out {args.out}: another run is writing these files: wait for it, or name this run otherwise")

@@ -24,9 +24,9 @@ if THREADS not in map(str, range(1, (os.cpu_count() or 1) + 1)):
 torch.set_num_threads(int(THREADS))
 
 # 1. The task: "37+48=" must be continued with "85$" ------------------------------------------------------------
-# A token is one character. "$" is end-of-sequence, "_" is padding: rows of a batch are equally long, so what ends early
-# is filled up. They are two tokens on purpose. Were they one, masking the padding would mask every answer's end too,
-# and the policy would never learn to stop.
+# A token is one character. "$" is end-of-sequence, and "_" is padding, with which shorter texts are made as long as the
+# longest of a batch. They are two tokens on purpose. If they were one, masking the padding would also mask each
+# answer's end, and the policy would never learn to stop.
 VOCAB = "0123456789+=_$"
 PAD, EOS = VOCAB.index("_"), VOCAB.index("$")
 PROMPT_LEN = len("37+48=")  # Tp
@@ -77,7 +77,7 @@ def response_mask(responses: Tensor) -> Tensor:
     """1.0 on each response's own tokens, up to and INCLUDING its first end-of-sequence; 0.0 after it. [N, Tr].
 
     85$_ has the mask 1 1 1 0: to stop is an action of the policy, so its EOS counts. 8_5$ has 1 1 1 1: to the policy
-    "_" is a token like any other, which it may sample (wrongly), so `responses != PAD` would be no mask.
+    "_" is a token like any other, and if it samples one (wrongly), `responses != PAD` would drop it.
     """
     is_eos = (responses == EOS).long()
     eos_before = is_eos.cumsum(dim=1) - is_eos  # how many EOS stand before each token: 85$_ has 0 0 0 1
@@ -101,7 +101,7 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         """Causal self-attention: [N, T, width] -> [N, T, width]."""
         n, t, width = x.shape
-        qkv = self.qkv(x).view(n, t, 3 * self.heads, width // self.heads)
+        qkv = self.qkv(x).view(n, t, 3 * self.heads, width // self.heads)  # the heads of q, then of k, then of v
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [N, heads, T, width / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # softmax(q k^T / sqrt(width / heads)) v
         return self.proj(attended.transpose(1, 2).reshape(n, t, width))  # the heads side by side again
@@ -111,7 +111,7 @@ class Block(nn.Module):
         return self.fc_out(F.gelu(self.fc(x)))
 
     def forward(self, x: Tensor, keep: int) -> Tensor:
-        """x [N, T, width] -> [N, keep, width]: every position can be looked at, the last `keep` of them go on."""
+        """x [N, T, width] -> [N, keep, width]: attention sees all T positions, only the last `keep` are returned."""
         x = x + self.attention(self.ln_1(x))
         x = x[:, -keep:]
         return x + self.mlp(self.ln_2(x))
@@ -135,21 +135,21 @@ class TinyLM(nn.Module):
         *blocks, last = self.blocks
         for block in blocks:
             x = block(x, keep=t)
-        x = last(x, keep=logits_to_keep or t)  # after it nothing looks at other positions, so only these are needed
+        x = last(x, keep=logits_to_keep or t)  # no attention follows that could look at the other positions
         return self.head(self.ln_f(x))
 
 
 def policy_logits(model: TinyLM, tokens: Tensor, logits_to_keep: int, temperature: float = 1.0) -> Tensor:
-    """model(tokens, logits_to_keep) / temperature: [N, logits_to_keep, V], whose softmax is the policy.
+    """The logits [N, logits_to_keep, V] whose softmax is the policy.
 
-    All but the last line saves time, and can be skipped: of the eight answers to a prompt many are the same, and rows
-    that are equal are computed once.
+    `return model(tokens, logits_to_keep) / temperature` would do. The rest saves time: of the eight answers to a prompt
+    many are the same, and rows of tokens that are equal are computed once.
     """
     powers = len(VOCAB) ** torch.arange(tokens.shape[1], device=tokens.device)
     numbers = (tokens * powers).sum(dim=1)  # each row read as a number whose digits are its tokens
     distinct, row_of = numbers.unique(return_inverse=True)  # row i of `tokens` is row row_of[i] of `rows`
     rows = tokens.new_empty(len(distinct), tokens.shape[1])
-    rows[row_of] = tokens
+    rows[row_of] = tokens  # where several are written to one place, they are equal
     return model(rows, logits_to_keep)[row_of] / temperature
 
 
@@ -158,7 +158,7 @@ def policy_logits(model: TinyLM, tokens: Tensor, logits_to_keep: int, temperatur
 def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator=None, greedy: bool = False) -> Tensor:
     """One response to each prompt row: tokens [N, Tr], padded with PAD after the end-of-sequence. They are drawn from
     softmax(logits / temperature) with `generator`, a torch.Generator or None, or are the likeliest ones if `greedy`.
-    All rows go on for Tr tokens; what a row wrote after its end-of-sequence is replaced by padding at the end.
+    All rows go on for Tr tokens; what a row wrote after its end-of-sequence is replaced by padding after the loop.
     """
     tokens = prompts
     for _ in range(RESPONSE_LEN):
@@ -167,7 +167,8 @@ def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator
             # The Gumbel-max trick: with noise -log(-log(uniform)) added, the largest logit is a draw from their
             # softmax. torch.multinomial does the same, but slower.
             uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
-            logits = logits - (-uniform.log()).log()
+            noise = -(-uniform.log()).log()
+            logits = logits + noise
         tokens = torch.cat([tokens, logits.argmax(dim=1, keepdim=True)], dim=1)
     responses = tokens[:, prompts.shape[1] :]
     return responses.masked_fill(response_mask(responses) == 0, PAD)
@@ -175,8 +176,8 @@ def generate(model: TinyLM, prompts: Tensor, temperature: float = 1.0, generator
 
 # 4. Log-probs --------------------------------------------------------------------------------------------------
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]. For float32 and
-    float64: log softmax(z)_i = z_i - log(sum of exp(z)), and half precision would round that difference coarsely.
+    """log_softmax(logits)[index] over the last dimension: logits [..., V], index [...] -> [...]. In float32 or float64:
+    log softmax(z)_i = z_i - log(sum of exp(z)) is a subtraction that loses too much in half precision.
     """
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
 
@@ -184,7 +185,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 def response_logits(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> Tensor:
     """Logits / temperature [N, Tr, V] from which each token of `responses` [N, Tr] was (or could have been) drawn.
     Shifted by one: the prompt's last token, at position Tp - 1, predicts the first of the response, and each token of
-    the response the one after it. Its last token predicts nothing that we need, so it is not even read.
+    the response the one after it. The response's last token predicts nothing that we need, so it is not even read.
     """
     tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
     return policy_logits(model, tokens, responses.shape[1], temperature)
@@ -199,14 +200,14 @@ def token_logp(model: TinyLM, prompts: Tensor, responses: Tensor, temperature: f
 
 # 5. SFT: the starting policy, which is also GRPO's reference ---------------------------------------------------
 def train_sft(seed: int = 3, target: float = 0.51, lr: float = 3e-3, batch: int = 64, max_steps: int = 2000) -> TinyLM:
-    """A TinyLM trained on right answers until it samples `target` of a fixed set of training problems correctly.
+    """A TinyLM trained on right answers until its sampled accuracy on 500 fixed training problems reaches `target`.
 
     It stops on measured accuracy, never on a step count: accuracy climbs so steeply here that a fixed count would give
     anything from 0.3 to 0.9. The learning rate is high and constant on purpose: where it was lowered towards the end of
     SFT, the policy lost accuracy in GRPO instead of gaining. Raises RuntimeError if `max_steps` do not suffice.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):  # nn's initialisers draw from the global generator: lend it our seed
+    with torch.random.fork_rng(devices=[]):  # nn's initialisers draw from the global generator: seed it for a moment
         torch.manual_seed(seed)
         model = TinyLM()
     train, _ = problems()
@@ -230,12 +231,13 @@ def success(logits: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """(p [N], greedy [N]) of N problems, from the policy's logits [N, Tr, V] on their right answers `right` [N, Tr].
 
     p: the probability that a sampled response is right, which is the product of its tokens' probabilities.
-    greedy: 1.0 if greedy decoding is right, which it is where each token of the right answer is the likeliest one.
+    greedy: 1.0 if greedy decoding is right. It is where each token of the right answer is the likeliest one after those
+        before it, for then it goes the same way.
     The means of p and of greedy are the sampled and the greedy accuracy.
     """
     own = response_mask(right)
     p = (selective_log_softmax(logits, right) * own).sum(dim=1).exp()
-    greedy = ((logits.argmax(dim=-1) == right) | (own == 0)).all(dim=1)
+    greedy = ((logits.argmax(dim=-1) == right) | (own == 0)).all(dim=1)  # padding counts as right
     return p, greedy.to(p.dtype)
 
 

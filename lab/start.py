@@ -134,7 +134,7 @@ class Patient:
 
 
 @contextmanager
-def whoever_listens() -> Iterator[None]:
+def outliving_readers() -> Iterator[None]:
     """Within the block, a closed pipe or terminal does not end the work."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(Patient, before)

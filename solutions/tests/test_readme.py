@@ -69,12 +69,14 @@ def test_a_fresh_default_run_lies_within_the_readmes_ranges(fresh):
         "in pass@64, after 300": ["pass@64, GRPO - SFT"],
     }
     assert measured.keys() == claims().keys(), "a claim that is not held against anything, or the other way round"
+    outside = []
     for label, ranges in claims().items():
         for name, (mean, low, high) in zip(measured[label], ranges, strict=True):
             assert low <= mean <= high
-            assert low <= figures[name] <= high, (
-                f"{label}: {name} is {figures[name]:.3f}, the README says {low} to {high}"
-            )
+            if not low <= figures[name] <= high:
+                outside.append(f"{name} is {figures[name]:.3f}, the README says {low} to {high}")
+    # Each range holds 95% of machines: that one or two of fifteen do not hold is what the README says of them.
+    assert len(outside) <= 2, outside
 
 
 @pytest.mark.slow
