@@ -4,9 +4,9 @@
     python solutions/calibrate.py --grpo-seeds 10    ten GRPO seeds, all from this machine's own starting policy
 
 Another machine rounds otherwise, and SFT turns that into another starting policy. The first form does both: it takes
-other seeds, and all instruction sets and modes of torch's matrix library that this machine has. Of each figure the range
-is from the lowest to the highest of the runs: an order statistic, which needs 93 of them to say, with 95% confidence,
-that 95% of all machines lie within.
+other seeds, and all instruction sets and modes of torch's matrix library that this machine has. Of each figure the
+range is from the lowest to the highest of the runs: an order statistic, which needs 93 of them to say, with 95%
+confidence, that 95% of all machines lie within.
 """
 
 import copy
