@@ -76,7 +76,7 @@ def small(tmp_path, monkeypatch):
     variants = {"default": {"iters": 1, "P": 2, "G": 2}, "k1": {"iters": 1, "P": 2, "G": 2, "kl": "k1"}}
     monkeypatch.setattr(experiments, "VARIANTS", variants)
     answer = "It is {default[sampled]:.2f}. It was. It will be {k1[sampled]:.2f}."
-    one = experiments.Experiment("kl", "An estimator", ["k1"], answer, "A hint.", ["k1['sampled'] > 0"])
+    one = experiments.Experiment("kl", "An estimator", ["k1"], "A tip.", answer, "A hint.", ["k1['sampled'] > 0"])
     monkeypatch.setattr(experiments, "EXPERIMENTS", [one])
     monkeypatch.setattr(experiments, "HERE", tmp_path)
     monkeypatch.setattr(experiments, "OUT", tmp_path / "experiments.md")
@@ -122,7 +122,7 @@ def test_every_claim_of_the_key_is_borne_out_by_seeds_that_did_not_write_it():
     assert figures.keys() == experiments.VARIANTS.keys() and len(figures["default"]["sampled"]) >= 10
     assert experiments.unsupported(figures) == []
     for experiment in experiments.EXPERIMENTS:  # every figure in an answer is one that a claim speaks of
-        shown = set(re.findall(r"\{(\w+)\[(\w+)\]", experiment.answer))
+        shown = set(re.findall(r"\{(\w+)\[(\w+)\]", experiment.tip + experiment.answer))
         claimed = set(re.findall(r"(\w+)\['(\w+)'\]", " ".join(experiment.claims)))
         assert shown <= claimed, (experiment.name, shown - claimed)
 
