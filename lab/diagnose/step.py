@@ -170,14 +170,15 @@ def explain(
         return f"the weights were changed without the optimizer given: call optimizer.step(){values}"
     if (got - start).norm() == 0:
         return f"the weights did not change: call backward() and optimizer.step(), of the optimizer given{values}"
+    scale = ((got - start) @ (expected - start) / length**2).item()
+    scaled = scale and agree(got - start, scale * (expected - start), length)
     for names in few_deviations(*STEP_PARTS):
-        if not pairs and sum(map(bool, names)) > 1:
-            break
+        if sum(map(bool, names)) > 1 and (scaled or not pairs):
+            break  # two mistakes that happen to give a factor are a worse guess than the factor
         wrong, _ = replay(names, before, reference, samples, config)
         if not agree(wrong, expected, length) and agree(got, wrong, length):
             return joined(names) + values
-    scale = ((got - start) @ (expected - start) / length**2).item()
-    if scale and agree(got - start, scale * (expected - start), length):
+    if scaled:
         return f"the step has the right direction and {scale:.4g} times the right length: something scales it{values}"
     return f"the weights after the step are wrong{values}"
 
