@@ -135,7 +135,10 @@ def work(parser: Parser, args: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     if args.redraw:
-        plot(earlier, args.out, REDRAW_MARK)
+        try:
+            plot(earlier, args.out, REDRAW_MARK)
+        except OSError as error:
+            parser.error(f"could not save: {error}")
         print(f"saved {args.out}")
         return 0
     grpo = load_grpo(find_grpo(args.solutions))

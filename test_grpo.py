@@ -18,7 +18,7 @@ from lab.diagnose import advantages, k3, loss, samples, step
 from lab.diagnose.loss import Batch
 from lab.diagnose.step import flat
 from lab.examine import close, rounded
-from lab.inputs import SEED, shaken, short_and_long_prompts, some_prompts, talkative
+from lab.inputs import SEED, OddAnswers, shaken, short_and_long_prompts, some_prompts, talkative
 
 # Task 1: sample_group --------------------------------------------------------------------------------------------
 
@@ -45,7 +45,9 @@ def test_task1_rows_are_prompt_major_and_scored(examiner, sft):
 
 @pytest.mark.points(3)
 def test_task1_unended_and_odd_answers_are_wrong(examiner, sft):
-    check_rows(examiner, talkative(sft))
+    # Of 85$, 085$, _85$, 8_5$, 85_$, 85__ and the like only the first is right.
+    for model in (talkative(sft), OddAnswers()):
+        check_rows(examiner, model)
 
 
 @pytest.mark.points(3)
@@ -62,14 +64,14 @@ def test_task1_mask_ends_with_the_end_of_sequence(examiner, sft):
         examiner.compare(1, "samples.mask", got.mask.double(), expected, mistakes, given)
 
 
-def check_temperature(examiner, task: int, model, got, temperature: float):
+def check_temperature(examiner, task: int, model, prompts: Tensor, responses: Tensor, temperature: float):
     """How often a sample is the greedy response is known exactly: count it, and allow six standard deviations."""
-    greedy = tinylm.generate(model, got.prompts, greedy=True)
-    count = (got.responses == greedy).all(dim=1).sum().item()
-    mean, sd = samples.greedy_count(model, got.prompts, greedy, temperature)
+    greedy = tinylm.generate(model, prompts, greedy=True)
+    count = (responses == greedy).all(dim=1).sum().item()
+    mean, sd = samples.greedy_count(model, prompts, greedy, temperature)
     if abs(count - mean) >= 6 * sd:
         found = f"{count} of {len(greedy)} responses are the greedy one, not {mean:.0f}"
-        why = samples.temperature(model, got.prompts, greedy, count, temperature)
+        why = samples.temperature(model, prompts, greedy, count, temperature)
         examiner.fail(task, f"{why}\n  at temperature {temperature}: {found}")
 
 
@@ -87,7 +89,9 @@ def test_task1_samples_the_policy_at_its_temperature(examiner, sft):
             examiner.fail(1, "one response is copied G times: draw G responses of their own for each prompt")
         if (groups == groups[:1]).all():
             examiner.fail(1, "different prompts got the very same responses")
-        check_temperature(examiner, 1, sft, got, temperature)
+        check_temperature(examiner, 1, sft, got.prompts, got.responses, temperature)
+        for j in (0, G - 1):  # the first and the last response of every group are drawn like the others
+            check_temperature(examiner, 1, sft, prompts, groups[:, j], temperature)
 
 
 @pytest.mark.points(2)
@@ -212,7 +216,9 @@ def test_task3_worked_example(examiner):
 def test_task3_fresh_values_and_gradient(examiner, draw):
     # Log-ratios between -2.5 and 2.5: near 0, k3, its reverse and k2 all agree, and a test there is blind.
     ref_logp = draw(-6, -3, 5, 3)
-    check_k3(examiner, ref_logp - draw(0.5, 2.5, 5, 3) * torch.tensor([[1.0], [-1], [1], [-1], [1]]), ref_logp)
+    signs = torch.tensor([[1.0], [-1], [1], [-1], [1]])
+    check_k3(examiner, ref_logp - draw(0.5, 2.5, 5, 3) * signs, ref_logp)
+    check_k3(examiner, ref_logp - draw(4, 8, 5, 3) * signs, ref_logp)  # k3 from 3 to 3,000: nothing may cut it off
 
 
 @pytest.mark.points(5)
@@ -303,7 +309,9 @@ def test_task4_loss_and_gradient_on_fresh_batches(examiner, draw):
     check_loss(examiner, fresh_batch(draw, [5, 5, 5, 5, 5, 5], Tr=5, beta=0.0))  # no padding, no penalty
     check_loss(examiner, fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.3, beta=0.1))
     check_loss(examiner, fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5))  # N = Tr: a wrong broadcast fits
-    check_loss(examiner, fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0))  # a clip that never binds
+    free = fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0)  # a clip that never binds
+    free.old_logp[:, 0] = free.logp[:, 0] - 1.5  # whatever was drawn, a ratio of 4.5 that a smaller one would stop
+    check_loss(examiner, free)
 
 
 @pytest.mark.points(4)
@@ -328,11 +336,12 @@ def test_task4_group_without_signal_gives_no_gradient(examiner, sft):
 
 @pytest.mark.points(4)
 def test_task4_metrics(examiner, draw):
-    batch = fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5)
+    batch = fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.35)
+    batch.old_logp[:, 0] = batch.logp[:, 0] - math.log(1.3) * batch.advantages.sign()  # within 0.35, beyond 0.2
     _, _, metrics = examiner.loss(batch)
     ratio, own = (batch.logp - batch.old_logp).exp().double(), batch.mask.bool()
     A = batch.advantages[:, None]
-    clipped = ratio.clamp(0.8, 1.2) * A < ratio * A
+    clipped = ratio.clamp(1 - batch.clip, 1 + batch.clip) * A < ratio * A
     log_u = (batch.ref_logp - batch.logp).double()
     for key, values in (("clip_fraction", clipped.double()), ("kl", log_u.exp() - log_u - 1), ("ratio", ratio)):
         got = examiner.metric(4, metrics, key)
@@ -424,7 +433,7 @@ def test_task5_samples_the_policy_with_the_generator(examiner, sft):
     policy = copy.deepcopy(sft).requires_grad_()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     got, _, _ = examiner.step(policy, sft, optimizer, some_prompts(64), configuration(examiner, temperature=0.5))
-    check_temperature(examiner, 5, sft, got, 0.5)
+    check_temperature(examiner, 5, sft, got.prompts, got.responses, 0.5)
     first, again, other = responses(SEED), responses(SEED), responses(SEED + 1)
     ended = (first == tinylm.EOS).any(dim=1).float().mean()
     if ended < 0.8:  # of the policy's samples nearly all end in four tokens, of random ones a quarter

@@ -4,6 +4,7 @@ Each of the five functions has a method here that calls it, sees that what comes
 and returns it for a test to compare. The tests decide; `lab/diagnose/` knows what a wrong value gives away.
 """
 
+import copy
 import math
 import traceback
 from collections.abc import Callable
@@ -72,6 +73,19 @@ def describe(error: BaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
     hint = "".join(f"{hint}\n  " for words, hint in HINTS.items() if words in text)
     return f"{hint}it raised {type(error).__name__}: {text}{where}"
+
+
+def circumstances(policy: tinylm.TinyLM, reference: tinylm.TinyLM, optimizer, config) -> dict:
+    """What a step may use but not leave changed."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return {
+        "the optimizer's settings": groups,
+        "config": copy.deepcopy(vars(config)),
+        "requires_grad of the policy's weights": [weight.requires_grad for weight in policy.parameters()],
+        "requires_grad of the reference's weights": [weight.requires_grad for weight in reference.parameters()],
+        "torch's gradient mode": torch.is_grad_enabled(),
+        "torch's default type": torch.get_default_dtype(),
+    }
 
 
 class Examiner:
@@ -221,12 +235,15 @@ class Examiner:
         """(samples, metrics, calls) of one step of `policy`: samples of the right size, which answer the prompts; a
         dict; and what the function called, which a message may look at, but no verdict.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator, before = torch.Generator().manual_seed(seed), circumstances(policy, reference, optimizer, config)
         with (
             mock.patch.object(tinylm, "generate", wraps=tinylm.generate) as generate,
             mock.patch.object(optimizer, "step", wraps=optimizer.step) as take_step,
         ):
             returned = self.call(5, policy, reference, optimizer, prompts, config, generator)
+        for what, state in circumstances(policy, reference, optimizer, config).items():
+            if state != before[what]:
+                self.fail(5, f"it changed {what}, which others rely on: leave it as it was")
         rows = [call.args[1] if len(call.args) > 1 else call.kwargs["prompts"] for call in generate.call_args_list]
         calls = Calls([len(of_one) for of_one in rows], take_step.call_count)
         if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], dict):

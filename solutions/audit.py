@@ -1164,6 +1164,80 @@ MISTAKES += [
     ),
 ]
 
+# Mistakes that once passed: values that no test drew, what a function leaves behind ---------------------------------
+
+REWARD = "rewards = [tinylm.reward(prompt, text) for prompt, text in zip(tinylm.decode(prompts), texts, strict=True)]"
+SUM = "sum(map(int, prompt.rstrip('=').split('+')))"
+
+MISTAKES += [
+    Mistake(
+        1,
+        "a verifier that reads the number",
+        [
+            (
+                REWARD,
+                f"rewards = [float(text[:-1].isdigit() and int(text[:-1]) == {SUM} and text.endswith('$')) "
+                "for prompt, text in zip(tinylm.decode(prompts), texts, strict=True)]",
+            )
+        ],
+        ("reward",),
+    ),
+    Mistake(
+        1,
+        "the verifier is given the text without padding",
+        [(REWARD, REWARD.replace("tinylm.reward(prompt, text)", "tinylm.reward(prompt, text.replace('_', ''))"))],
+        ("reward",),
+    ),
+    Mistake(
+        1,
+        "the verifier is given the text with an end",
+        [(REWARD, REWARD.replace("(prompt, text)", "(prompt, text.rstrip('_$') + '$')"))],
+        ("reward",),
+    ),
+    Mistake(
+        1,
+        "the first response of each group is greedy",
+        [(GENERATE, GENERATE + "    responses[::G] = tinylm.generate(model, prompts[::G], greedy=True)\n")],
+        ("drawn from the policy|temperature|greedy",),
+    ),
+    Mistake(
+        3,
+        "k3 cut off at 10",
+        [("return log_u.exp() - log_u - 1", "return (log_u.exp() - log_u - 1).clamp(max=10)")],
+        ("k3",),
+    ),
+    Mistake(
+        3,
+        "the log-ratio cut off at 5",
+        [("log_u = ref_logp - logp", "log_u = (ref_logp - logp).clamp(-5, 5)")],
+        ("k3",),
+    ),
+    Mistake(
+        4,
+        "the clip is never wider than 0.5",
+        [("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - min(clip, 0.5), 1 + min(clip, 0.5))")],
+        ("loss|gradient|clip",),
+    ),
+    Mistake(
+        4,
+        "a clip fraction with a fixed 0.2",
+        [("token_mean(clipped < unclipped)", "token_mean(ratio.clamp(0.8, 1.2) * advantages < unclipped)")],
+        ("clip_fraction",),
+    ),
+    Mistake(
+        5,
+        "the optimizer's rate is lowered after the step",
+        [("        optimizer.step()\n", "        optimizer.step()\n    optimizer.param_groups[0]['lr'] *= 0.99\n")],
+        ("optimizer's settings",),
+    ),
+    Mistake(
+        5,
+        "config is changed",
+        [("        optimizer.step()\n", "        optimizer.step()\n    config.beta *= 0.9\n")],
+        ("config",),
+    ),
+]
+
 # Variations: right, in other styles --------------------------------------------------------------------------------
 
 IMPORT = "from tinylm import TinyLM\n"
