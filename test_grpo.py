@@ -8,13 +8,14 @@ functions with care (`lab/examine.py`). How a failure finds its words, which dec
 import copy
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import tinylm
-from lab.diagnose import advantages, k3, loss, samples, step
+from lab.diagnose import advantages, k3, loss, samples, step, symptoms
 from lab.diagnose.loss import Batch
 from lab.diagnose.step import flat
 from lab.examine import close, rounded
@@ -128,7 +129,8 @@ def check_advantages(examiner, rewards: Tensor, G: int, normalize_std: bool = Tr
     given = f"rewards {rounded(rewards.view(-1, G))}, G = {G}, normalize_std = {normalize_std}"
     mistakes = advantages.mistakes(rewards, G, normalize_std)
     # 0.002: eps may stand beside the std, as eps^2 under its root, or in a clamp; all of these are right.
-    examiner.compare(2, "the advantage", got, expected, mistakes, given, tolerance=2e-3)
+    symptom = partial(symptoms.of_advantages, examiner.value_again, rewards, G, normalize_std)
+    examiner.compare(2, "the advantage", got, expected, mistakes, given, tolerance=2e-3, symptom=symptom)
 
 
 @pytest.mark.points(4)
@@ -196,7 +198,8 @@ def check_k3(examiner, logp: Tensor, ref_logp: Tensor):
     log_u = (ref_logp - logp).double()
     expected = torch.tensor([[math.exp(d) - d - 1 for d in row] for row in log_u.tolist()], dtype=torch.float64)
     given = f"ref_logp - logp = {rounded(log_u)}"
-    examiner.compare(3, "k3", got, expected, k3.values(log_u), given)
+    symptom = partial(symptoms.of_k3, examiner.value_again, logp, ref_logp)
+    examiner.compare(3, "k3", got, expected, k3.values(log_u), given, symptom=symptom)
     weights = torch.linspace(0.5, 1.5, log_u.numel()).view_as(log_u)  # unequal: a swapped or summed gradient shows
     got = gradient(weights) / weights
     examiner.compare(3, "the gradient of k3", got, 1 - log_u.exp(), k3.gradients(log_u), given)
@@ -278,7 +281,8 @@ def check_loss(examiner, batch: Batch):
     got, gradient, _ = examiner.loss(batch)
     expected = loss_as_defined(batch)
     if not (close(got, expected[0]) and close(gradient, expected[1])):
-        examiner.fail(4, loss.explain(got, gradient, expected, batch))
+        symptom = partial(symptoms.of_loss, examiner.loss_again, batch, expected)
+        examiner.fail(4, loss.explain(got, gradient, expected, batch, symptom))
 
 
 @pytest.mark.points(5)

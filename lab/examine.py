@@ -152,8 +152,11 @@ class Examiner:
         mistakes: Mistakes,
         given: str = "",
         tolerance: float = 1e-4,
+        symptom: Callable[[], str] = str,
     ) -> None:
-        """Fail unless got = expected; name the mistake whose value came instead, or the first place that differs."""
+        """Fail unless got = expected: name the mistake whose value came instead, or say what is seen, or at least the
+        first place that differs.
+        """
         if close(got, expected, tolerance):
             return
         values = f"\n  got       {rounded(got)}\n  expected  {rounded(expected)}"
@@ -161,7 +164,33 @@ class Examiner:
         for name, value in mistakes.items():
             if not close(value, expected, tolerance) and close(got, value, tolerance):
                 self.fail(task, f"{name}{values}")
-        self.fail(task, f"{what} is wrong{first_difference(got, expected, tolerance)}{values}")
+        seen = symptom() or f"{what} is wrong{first_difference(got, expected, tolerance)}"
+        self.fail(task, f"{seen}{values}")
+
+    # Called again, to see what a wrong value depends on: here nothing fails, None stands for all that goes wrong -----
+
+    def quietly(self, task: int, *args):
+        """What the task's function returns, or None if it raises."""
+        try:
+            return getattr(self.grpo, NAMES[task])(*args)
+        except Exception:  # of any type, as it is a student's
+            return None
+
+    def value_again(self, task: int, *args) -> Tensor | None:
+        """A tensor of the first argument's shape, in float64."""
+        got = self.quietly(task, *args)
+        return got.detach().double() if isinstance(got, Tensor) and got.shape == args[0].shape else None
+
+    def loss_again(self, batch) -> tuple[Tensor, Tensor] | None:
+        """(the loss, its gradient with respect to logp)."""
+        logp = batch.logp.clone().requires_grad_()
+        args = (logp, batch.old_logp, batch.ref_logp, batch.advantages, batch.mask, batch.clip, batch.beta)
+        try:
+            loss, _ = self.quietly(4, *args)
+            (gradient,) = torch.autograd.grad(loss, logp)
+        except Exception:
+            return None
+        return loss.detach().double(), gradient.double()
 
     # The five functions ------------------------------------------------------------------------------------------
 

@@ -125,7 +125,6 @@ def main() -> None:
     else:
         each = roundings()
         batches = [(each[i], [(n, n) for n in range(i, args.policies, len(each))]) for i in range(len(each))]
-        print(f"{len(each)} roundings: {each}", file=sys.stderr)
     results = []
     with tqdm(total=sum(len(jobs) for _, jobs in batches), unit="run", disable=None) as bar:
         for environment, jobs in batches:
@@ -134,6 +133,11 @@ def main() -> None:
                     results.append(result)
                     bar.update()
     print_table(results)
+    print(
+        "roundings:",
+        *(" ".join(f"{name}={value}" for name, value in e.items()) or "as it is" for e, _ in batches),
+        sep="\n  ",
+    )
 
 
 if __name__ == "__main__":

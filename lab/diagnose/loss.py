@@ -1,6 +1,7 @@
 """Task 4: the loss, part by part, with the choices that known mistakes make in each."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -224,8 +225,12 @@ def name_of(loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], bat
     return None
 
 
-def explain(loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], batch: Batch) -> str:
-    """What is wrong with a loss and its gradient, of which at least one is not as expected."""
+def explain(
+    loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], batch: Batch, symptom: Callable[[], str] = str
+) -> str:
+    """What is wrong with a loss and its gradient, of which at least one is not as expected. `symptom` says what is seen
+    where no mistake is known.
+    """
     if loss == 0 and not gradient.any():
         return "the loss and its gradient are 0: is the mask the wrong way round, or all set to zero?"
     values = f"\n  loss: got {loss:.5f}, expected {expected[0]:.5f}"
@@ -235,12 +240,10 @@ def explain(loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], bat
         return name + values
     if not gradient.any():
         return f"the gradient of the loss is zero: logp must reach the loss undetached{values}"
-    if not close(loss, expected[0]):
-        scale = (loss / expected[0]).item()
-        if close(gradient, scale * expected[1]):
-            return f"the loss and its gradient are scaled by {scale:.4g}: take that factor out{values}"
-        return f"the loss is wrong{first_difference(gradient, expected[1])} of its gradient{values}"
-    return f"the loss is right, its gradient is not{first_difference(gradient, expected[1])}{values}"
+    seen = symptom()
+    if not seen and close(loss, expected[0]):
+        seen = f"the loss is right, its gradient is not{first_difference(gradient, expected[1])}"
+    return (seen or f"the loss is wrong{first_difference(gradient, expected[1])} of its gradient") + values
 
 
 def metrics(key: str, values: Tensor, batch: Batch) -> Mistakes:

@@ -1,0 +1,242 @@
+"""What is seen where no mistake is known: true statements about a function, from calling it again with one input
+changed, from where its wrong values stand, and from how much they differ. They are computed, never guessed, and none is
+made of a function that is right.
+
+Each `of_...` takes `call`, which calls a task's function with other arguments (or gives None where that raises), and
+returns the first statement that holds, or "". In order: places and amounts, then tasks 2, 3 and 4.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lab.diagnose.loss import Batch
+from lab.examine import close
+
+Features = dict[str, Tensor]  # a few words -> the places that they describe, as booleans
+
+
+def where(wrong: Tensor, features: Features) -> str:
+    """The fewest words that describe the wrong places exactly: one feature or two, or "" if none do."""
+    if not wrong.any() or wrong.all():
+        return ""
+    for name, places in features.items():
+        if torch.equal(places, wrong):
+            return name
+    for (one, a), (other, b) in itertools.combinations(features.items(), 2):
+        if torch.equal(a & b, wrong):
+            return f"{one} and {other}"
+    return ""
+
+
+def how_much(got: Tensor, expected: Tensor, known: dict[str, float]) -> str:
+    """ "1.005 times", if all of `got` is that; with the known quantity that it equals, if there is one."""
+    if not expected.any() or not got.isfinite().all():
+        return ""
+    factor = ((got * expected).sum() / (expected * expected).sum()).item()
+    if abs(factor - 1) < 1e-3 or not close(got, factor * expected):
+        return ""
+    names = [name for name, value in known.items() if value and abs(factor / value - 1) < 1e-3]
+    return f"{factor:.4g} times" + (f" ({names[0]})" if names else "")
+
+
+def first(statements: Iterator[str]) -> str:
+    """The first of the statements that says something."""
+    return next(filter(None, statements), "")
+
+
+# Task 2 ----------------------------------------------------------------------------------------------------------
+
+
+def of_advantages(call: Callable, rewards: Tensor, G: int, normalize_std: bool) -> str:
+    """What a wrong group_advantages does."""
+    return first(seen_in_advantages(call, rewards, G, normalize_std))
+
+
+def seen_in_advantages(call, rewards: Tensor, G: int, normalize_std: bool) -> Iterator[str]:
+    def again(changed: Tensor) -> Tensor | None:
+        return call(2, changed, G, normalize_std)
+
+    base = again(rewards)
+    if base is None:
+        return
+    changed = rewards.clone()
+    changed[:G] = changed[:G] * 3 + torch.linspace(0, 1, G, dtype=rewards.dtype)
+    other = again(changed)
+    if other is not None and not close(other[G:], base[G:], 1e-3):
+        yield "the rewards of one group move the advantages of another: each group is compared with itself alone"
+    turned = again(rewards.view(-1, G).flip(1).flatten())
+    if turned is not None and not close(turned.view(-1, G).flip(1).flatten(), base, 1e-3):
+        yield "the order of the rewards within a group changes their advantages: only their values may count"
+    higher = again(rewards + 1)
+    if higher is not None and not close(higher, base, 1e-2):
+        yield "adding 1 to all rewards changes the advantages: the group's mean is to be subtracted"
+    sums = base.view(-1, G).sum(dim=1)
+    if sums.abs().max() > 1e-2:
+        yield f"the advantages of a group do not sum to 0, but to {sums[sums.abs().argmax()]:.3g}"
+    twice = again(2 * rewards)
+    if twice is not None and normalize_std and not close(twice, base, 2e-2):
+        yield "twice the rewards give other advantages: divided by the std, their size does not count"
+    if twice is not None and not normalize_std and not close(twice, 2 * base, 1e-2):
+        yield "twice the rewards do not give twice the advantages, as they do when only the mean is subtracted"
+    size = base.view(-1, G).square().mean(dim=1).sqrt()
+    if normalize_std and (size - 1).abs().max() > 1e-2:
+        alike = (size - size.mean()).abs().max() < 1e-3
+        what = f"{size.mean():.4g} times" if alike else f"{size.min():.3g} to {size.max():.3g} times"
+        yield f"the advantages are {what} as large as they should be: their root mean square in a group is to be 1"
+
+
+# Task 3 ----------------------------------------------------------------------------------------------------------
+
+
+def of_k3(call: Callable, logp: Tensor, ref_logp: Tensor) -> str:
+    """What a wrong k3_kl does."""
+    return first(seen_in_k3(call, logp, ref_logp))
+
+
+def seen_in_k3(call, logp: Tensor, ref_logp: Tensor) -> Iterator[str]:
+    base, log_u = call(3, logp, ref_logp), (ref_logp - logp).double()
+    if base is None:
+        return
+    expected = log_u.exp() - log_u - 1
+    if logp.numel() > 1:
+        moved = logp.clone()
+        moved[0, 0] -= 0.7
+        other = call(3, moved, ref_logp)
+        if other is not None and not close(other.flatten()[1:], base.flatten()[1:]):
+            yield "one token's log-probs move the k3 of another: it is a value for each token by itself"
+    both = call(3, logp - 1, ref_logp - 1)
+    if both is not None and not close(both, base, 1e-3):
+        yield "k3 changes where both log-probs fall by 1: it depends on their difference alone"
+    agree = call(3, logp, logp)
+    if agree is not None and agree.abs().max() > 1e-5:
+        yield f"k3 is {agree.flatten()[agree.abs().argmax()]:.4g} where the two policies agree: it must be 0"
+    if base.min() < -1e-5:
+        yield f"k3 is negative for some tokens ({base.min():.3g}): u - log(u) - 1 never is"
+    if amount := how_much(base, expected, {"1 / ln 2: bits for nats": 1 / math.log(2), "ln 2": math.log(2)}):
+        yield f"k3 is {amount} what it should be"
+    wrong = ~torch.isclose(base, expected, 1e-4, 1e-4)
+    if place := where(wrong, {"u > 1": log_u > 0, "u < 1": log_u < 0}):
+        yield f"k3 is wrong exactly where {place}"
+    if wrong.any() and not wrong.all() and log_u[wrong].abs().min() > log_u[~wrong].abs().max():
+        least = log_u[wrong].abs().min()
+        yield f"k3 is wrong exactly where |log(u)| is large, from {least:.3g} on: nothing may cut it off"
+
+
+# Task 4 ----------------------------------------------------------------------------------------------------------
+
+
+def features_of(batch: Batch) -> Features:
+    """Words for the places of a batch [N, Tr]."""
+    own, ratio = batch.mask.bool(), (batch.logp - batch.old_logp).exp()
+    A, u = batch.advantages[:, None].expand_as(ratio), (batch.ref_logp - batch.logp).exp()
+    lengths, column = batch.mask.sum(dim=1, keepdim=True), torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
+    return {
+        "A > 0": own & (A > 0),
+        "A < 0": own & (A < 0),
+        "ratio > 1 + clip": own & (ratio > 1 + batch.clip),
+        "ratio < 1 - clip": own & (ratio < 1 - batch.clip),
+        "a ratio within the clip": own & (ratio >= 1 - batch.clip) & (ratio <= 1 + batch.clip),
+        "u > 1": own & (u > 1),
+        "u < 1": own & (u < 1),
+        "the first token": own & (column == 0),
+        "the last token, the end-of-sequence,": own & (column == lengths - 1),
+        "the padding": ~own,
+        "the longest responses": own & (lengths == lengths.max()),
+        "responses of one token": own & (lengths == 1),
+    }
+
+
+CLIPPED = {  # what the gradient of the surrogate is to be, where the clip decides
+    "A > 0 and ratio > 1 + clip": "it is 0 there but for the KL term: the clipped term is the smaller one",
+    "A < 0 and ratio < 1 - clip": "it is 0 there but for the KL term: the clipped term is the smaller one",
+    "A > 0 and ratio < 1 - clip": "the clip does nothing there: ratio * A is the smaller term, and keeps its gradient",
+    "A < 0 and ratio > 1 + clip": "the clip does nothing there: ratio * A is the smaller term, and keeps its gradient",
+}
+
+
+def of_loss(call: Callable[[Batch], tuple[Tensor, Tensor] | None], batch: Batch, right: tuple[Tensor, Tensor]) -> str:
+    """What a wrong grpo_loss does. `call` gives (loss, gradient with respect to logp), `right` what they should be."""
+    return first(seen_in_loss(call, batch, right))
+
+
+def seen_in_loss(call, batch: Batch, right: tuple[Tensor, Tensor]) -> Iterator[str]:
+    base = call(batch)
+    if base is None:
+        return
+    yield from amounts(base, right, batch)
+
+    def again(**changes) -> Tensor | None:
+        result = call(dataclasses.replace(batch, **changes))
+        return None if result is None else result[0]
+
+    yield from what_moves(base[0], again, batch)
+    wrong = ~torch.isclose(base[1], right[1], 1e-4, 1e-5)
+    if place := where(wrong, features_of(batch)):
+        should = CLIPPED.get(place, "elsewhere it is right")
+        yield f"the gradient of the loss is wrong exactly at tokens with {place}: {should}"
+
+
+def amounts(base: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Batch) -> Iterator[str]:
+    """A constant that is added, a factor of the whole, a factor of each response."""
+    lengths = batch.mask.sum(dim=1)
+    known = {
+        "N, the number of responses": float(len(lengths)),
+        "1 / N": 1 / len(lengths),
+        "the mean length": lengths.mean().item(),
+        "1 / the mean length": 1 / lengths.mean().item(),
+        "Tr": float(batch.mask.shape[1]),
+        "-1: the sign": -1.0,
+    }
+    if close(base[1], right[1]) and not close(base[0], right[0]):
+        yield f"the loss is {base[0] - right[0]:+.4g} off, its gradient is right: something constant is added"
+    if amount := how_much(base[1], right[1], known):
+        yield f"the gradient of the loss is {amount} what it should be"
+    yield of_rows(base[1], right[1], lengths)
+
+
+def what_moves(loss: Tensor, again: Callable[..., Tensor | None], batch: Batch) -> Iterator[str]:
+    """Which changes of the arguments move the loss otherwise than they should. `again` gives the loss after changes."""
+
+    def differs(value: Tensor | None, other: Tensor | None) -> bool:
+        return value is not None and other is not None and not close(value, other, 1e-3)
+
+    for name in ("logp", "old_logp", "ref_logp"):
+        values = getattr(batch, name).clone()
+        values[batch.mask == 0] -= 0.3
+        if differs(again(**{name: values}), loss):
+            yield f"the {name} of the padding moves the loss: padding means nothing, and is to be masked"
+    tensors = ("logp", "old_logp", "ref_logp", "advantages", "mask")
+    if differs(again(**{name: torch.cat([getattr(batch, name)] * 2) for name in tensors}), loss):
+        yield "all responses twice give another loss: it is a mean over the responses, however many there are"
+    none, one, two = (again(beta=beta) for beta in (0.0, 0.1, 0.2))
+    if None not in (none, one, two):
+        if differs(two - one, one - none):
+            yield "twice the beta does not give twice the KL penalty"
+        elif close(one, none, 1e-5) and not close(batch.logp, batch.ref_logp):
+            yield "beta makes no difference to the loss: the KL penalty is missing, or beta is not used"
+    if differs(again(beta=0.0, ref_logp=batch.ref_logp - 0.5), none):
+        yield "the reference moves the loss even where beta is 0"
+    if differs(again(beta=0.0, advantages=2 * batch.advantages), None if none is None else 2 * none):
+        yield "twice the advantages do not give twice the surrogate (beta = 0)"
+
+
+def of_rows(got: Tensor, expected: Tensor, lengths: Tensor) -> str:
+    """Whether each response has a factor of its own, and what that is of its length."""
+    factors = (got * expected).sum(dim=1) / (expected * expected).sum(dim=1).clamp(min=1e-12)
+    if not close(got, factors.unsqueeze(1) * expected) or lengths.unique().numel() < 2:
+        return ""
+    forms = {
+        "its length": lengths,
+        "the root of its length": lengths.sqrt(),
+        "1 / its length": 1 / lengths,
+        "1 / the root of its length": 1 / lengths.sqrt(),
+    }
+    for name, form in forms.items():
+        if close(factors / factors[0], (form / form[0]).double(), 1e-3):
+            return f"the gradient of each response is right but for a factor in proportion to {name}"
+    return ""
