@@ -67,7 +67,7 @@ class OddAnswers(torch.nn.Module):
             total = str(sum(map(int, prompt.rstrip("=").split("+"))))
             answers = [form.format(total).ljust(tinylm.RESPONSE_LEN, "_") for form in self.FORMS]
             answers.append(f"{total[0]}_{total[1:]}$".ljust(tinylm.RESPONSE_LEN, "_"))
-            for answer in answers:
-                if answer.startswith(begun) and len(begun) < tinylm.RESPONSE_LEN:
-                    logits[row, -1, tinylm.VOCAB.index(answer[len(begun)])] = 0.0
+            going_on = [answer[len(begun)] for answer in answers if answer.startswith(begun) and answer != begun]
+            for char in going_on or ["_"]:  # what has ended is padded
+                logits[row, -1, tinylm.VOCAB.index(char)] = 0.0
         return logits
