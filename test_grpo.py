@@ -341,7 +341,9 @@ def test_task4_group_without_signal_gives_no_gradient(examiner, sft):
 @pytest.mark.points(4)
 def test_task4_metrics(examiner, draw):
     batch = fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.35)
-    batch.old_logp[:, 0] = batch.logp[:, 0] - math.log(1.3) * batch.advantages.sign()  # within 0.35, beyond 0.2
+    sign = batch.advantages.sign()
+    batch.old_logp[:, 0] = batch.logp[:, 0] - math.log(1.3) * sign  # ratios within 0.35, but beyond 0.2
+    batch.old_logp[:, 1] = batch.logp[:, 1] + math.log(2) * sign  # outside, but on the side that is not clipped
     _, _, metrics = examiner.loss(batch)
     ratio, own = (batch.logp - batch.old_logp).exp().double(), batch.mask.bool()
     A = batch.advantages[:, None]

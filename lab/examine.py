@@ -22,13 +22,19 @@ from lab.inputs import SEED
 
 NAMES = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
 SAMPLES = ("prompts", "responses", "mask", "rewards", "texts")  # the fields of `grpo.Samples`
-HINTS = {  # words of an error of torch's -> what they mean here
-    "backward through the graph a second time": "old_logp or ref_logp carries gradient: compute both once, before the "
-    "loop, under torch.no_grad()",
-    "must match the size": "a number per response and one per token do not broadcast: make the first [N, 1]",
-    "does not require grad": "the loss does not depend on logp: something was detached, or under no_grad",
-    "modified by an inplace operation": "a tensor that the backward pass needs was changed in place",
-    "Inference tensors cannot be saved": "leave torch.inference_mode with a clone(), or use torch.no_grad()",
+HINTS = {  # words of an error of torch's -> the tasks in which they mean something, and what
+    "backward through the graph a second time": (
+        (5,),
+        "a graph is gone through twice: logp is to be computed anew in each inner step, with gradient; old_logp and "
+        "ref_logp once, before the loop, under torch.no_grad()",
+    ),
+    "must match the size": (
+        (4, 5),
+        "tensors of different shapes meet; a number per response [N] broadcasts over the tokens [N, Tr] as [N, 1]",
+    ),
+    "does not require grad": ((4, 5), "the loss does not depend on logp: something was detached, or under no_grad"),
+    "modified by an inplace operation": ((3, 4, 5), "a tensor that the backward pass needs was changed in place"),
+    "Inference tensors cannot be saved": ((5,), "leave torch.inference_mode with a clone(), or use torch.no_grad()"),
 }
 Mistakes = dict[str, Tensor]  # the name of a mistake -> the value it gives
 
@@ -66,12 +72,12 @@ def first_difference(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> 
     return f", first at {', '.join(words)}" if words else ""
 
 
-def describe(error: BaseException) -> str:
-    """What the error means, where that is known; the error; and the line of grpo.py it came from."""
+def describe(task: int, error: BaseException) -> str:
+    """What the error means in this task, where that is known; the error; and the line of grpo.py it came from."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "grpo.py"]
     where = f"\n  at grpo.py, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
     text = str(error).splitlines()[0] if str(error) else ""
-    hint = "".join(f"{hint}\n  " for words, hint in HINTS.items() if words in text)
+    hint = "".join(f"{hint}\n  " for words, (tasks, hint) in HINTS.items() if words in text and task in tasks)
     return f"{hint}it raised {type(error).__name__}: {text}{where}"
 
 
@@ -113,7 +119,7 @@ class Examiner:
         except NotImplementedError as error:
             problem = str(error) or "is not written yet: open grpo.py"
         except (Exception, SystemExit) as error:
-            problem = describe(error)
+            problem = describe(task, error)
         if problem:  # outside of the handler, so that pytest does not print the student's exception a second time
             own = f"Task {task} ({NAMES[task]}) "
             if problem.startswith(own):
