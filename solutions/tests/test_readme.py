@@ -1,5 +1,6 @@
 """The README: what it says "you should see", held against a fresh default run; its commands; its questions."""
 
+import json
 import re
 import shlex
 from statistics import fmean, median
@@ -116,6 +117,10 @@ def test_every_experiment_has_a_question_and_an_answer():
     ]
     assert all(row.count("?") >= 1 for row in rows)
     assert len(rows) == len(experiments.EXPERIMENTS)
+    tips = experiments.tips(json.loads((experiments.FOLDER / "figures.json").read_text(encoding="utf-8")))
+    folded = experiments.one_line(section("## Things to try"))
+    for experiment in experiments.EXPERIMENTS:  # the tip under each question has the measured numbers
+        assert f"<summary>{experiment.title}</summary> {tips[experiment.name]} </details>" in folded, experiment.name
     asked = " ".join(rows)
     for variant, changes in experiments.VARIANTS.items():
         for name, value in changes.items():
