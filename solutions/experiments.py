@@ -37,7 +37,7 @@ from calibrate import figures as measure
 
 from lab.files import whole_file
 from lab.flags import Parser, number, run_parser, settings_of
-from lab.pictures import COLOURS, save_figure, smooth
+from lab.pictures import COLOURS, KS, save_figure, smooth
 
 OUT = HERE / "experiments.md"
 FOLDER = HERE / "experiments"  # the pictures, and the runs
@@ -705,7 +705,7 @@ def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> 
 
 def picture_of_passk(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
     """GRPO - SFT in pass@k, a panel for each variant beside the default run in grey."""
-    figure = Figure(figsize=(4.5 * len(variants), 3.4), layout="constrained")
+    figure = Figure(figsize=(7 * len(variants), 4.2), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False)[0]
     k = list(range(1, 65))
     for panel, variant, colour in zip(panels, variants, COLOURS, strict=False):
@@ -714,10 +714,12 @@ def picture_of_passk(variants: list[str], results: dict[str, list[dict]], path: 
             draw_band(panel, k, seeds, shade, command(name).replace("`", ""))
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
+        panel.set_xticks(KS, [str(number) for number in KS])
         panel.set_yscale("asinh", linear_width=0.5)
         panel.set_yticks(ticks := [-10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 30], [f"{tick:g}" for tick in ticks])
         panel.minorticks_off()
         panel.set(xlabel="k", ylabel="GRPO - SFT in pass@k, points (stretched near 0)")
+        panel.set_title("lines: means over the seeds; bands: from the lowest to the highest", loc="left", fontsize=9)
         panel.legend(frameon=False, fontsize=8)
         panel.grid(alpha=0.25)
     save_figure(figure, path, dpi=80)
