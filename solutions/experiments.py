@@ -776,7 +776,8 @@ def write(seeds: int) -> list[str]:
         temporary.write_text("\n".join(lines), encoding="utf-8")
     rounded = {v: {key: [round(x, 4) for x in values] for key, values in keys.items()} for v, keys in figures.items()}
     with whole_file(FOLDER / "figures.json") as temporary:
-        temporary.write_text(json.dumps(rounded, indent=0) + "\n", encoding="utf-8")
+        rows = [f"{json.dumps(variant)}: {json.dumps(keys)}" for variant, keys in rounded.items()]
+        temporary.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
     return unsupported(figures)
 
 
