@@ -36,7 +36,8 @@ def check_rows(examiner, model):
     if list(got.texts) != texts:
         examiner.fail(1, samples.explain_texts(got.texts, texts))
     right = samples.scores(rows, texts)
-    examiner.compare(1, "samples.rewards", got.rewards, right, samples.rewards(prompts, G, texts))
+    symptom = partial(symptoms.of_rewards, got.rewards, right)
+    examiner.compare(1, "samples.rewards", got.rewards, right, samples.rewards(prompts, G, texts), symptom=symptom)
 
 
 @pytest.mark.points(4)
@@ -61,8 +62,8 @@ def test_task1_mask_ends_with_the_end_of_sequence(examiner, sft):
             length = tokens.index(tinylm.EOS) + 1 if tinylm.EOS in tokens else len(tokens)
             expected[row, :length] = 1
         given = f"the responses {got.texts[:3]} ..."
-        mistakes = samples.masks(got.responses, expected)
-        examiner.compare(1, "samples.mask", got.mask.double(), expected, mistakes, given)
+        mistakes, symptom = samples.masks(got.responses, expected), partial(symptoms.of_mask, got.mask, expected)
+        examiner.compare(1, "samples.mask", got.mask.double(), expected, mistakes, given, symptom=symptom)
 
 
 def check_temperature(examiner, task: int, model, prompts: Tensor, responses: Tensor, temperature: float):
@@ -202,7 +203,8 @@ def check_k3(examiner, logp: Tensor, ref_logp: Tensor):
     examiner.compare(3, "k3", got, expected, k3.values(log_u), given, symptom=symptom)
     weights = torch.linspace(0.5, 1.5, log_u.numel()).view_as(log_u)  # unequal: a swapped or summed gradient shows
     got = gradient(weights) / weights
-    examiner.compare(3, "the gradient of k3", got, 1 - log_u.exp(), k3.gradients(log_u), given)
+    symptom = partial(symptoms.sides, "the gradient of k3", got, 1 - log_u.exp(), log_u)
+    examiner.compare(3, "the gradient of k3", got, 1 - log_u.exp(), k3.gradients(log_u), given, symptom=symptom)
 
 
 @pytest.mark.points(4)
@@ -300,19 +302,21 @@ def test_task4_clip_worked_example(examiner):
 
 @pytest.mark.points(4)
 def test_task4_kl_term_worked_example(examiner):
-    # One response of two tokens, A = 0, beta 0.5, u = 1/2 and u = 2:
-    #   k3 = 0.5 + 0.6931 - 1 = 0.1931 and 2 - 0.6931 - 1 = 0.3069; loss = 0.5 * (0.1931 + 0.3069) / 2 = 0.125
-    #   gradient = beta * (1 - u) / 2 = 0.125 and -0.25
+    # One response of two tokens, A = 1, beta 0.1, both ratios 1.1, u = 1/2 and u = 2:
+    #   k3 = 0.5 + 0.6931 - 1 = 0.1931 and 2 - 0.6931 - 1 = 0.3069; loss = -1.1 + 0.1 * (0.1931 + 0.3069) / 2 = -1.075
+    #   gradient = (-1.1 + beta * (1 - u)) / 2 = -0.525 and -0.6
     logp = torch.tensor([[0.4, 0.3]]).log()
     ref_logp = torch.tensor([[0.2, 0.6]]).log()
-    check_loss(examiner, Batch(logp, logp.clone(), ref_logp, torch.zeros(1), torch.ones(1, 2), beta=0.5))
+    check_loss(examiner, Batch(logp, logp - math.log(1.1), ref_logp, torch.ones(1), torch.ones(1, 2), beta=0.1))
 
 
 @pytest.mark.points(8)
 def test_task4_loss_and_gradient_on_fresh_batches(examiner, draw):
     check_loss(examiner, fresh_batch(draw, [5, 5, 5, 5, 5, 5], Tr=5, beta=0.0))  # no padding, no penalty
     check_loss(examiner, fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.3, beta=0.1))
-    check_loss(examiner, fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5))  # N = Tr: a wrong broadcast fits
+    square = fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5)  # N = Tr: a wrong broadcast fits
+    square.advantages[1] = 0  # a response without signal pays the penalty all the same
+    check_loss(examiner, square)
     free = fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0)  # a clip that never binds
     free.old_logp[:, 0] = free.logp[:, 0] - 1.5  # whatever was drawn, a ratio of 4.5 that a smaller one would stop
     check_loss(examiner, free)
@@ -344,6 +348,7 @@ def test_task4_metrics(examiner, draw):
     sign = batch.advantages.sign()
     batch.old_logp[:, 0] = batch.logp[:, 0] - math.log(1.3) * sign  # ratios within 0.35, but beyond 0.2
     batch.old_logp[:, 1] = batch.logp[:, 1] + math.log(2) * sign  # outside, but on the side that is not clipped
+    batch.old_logp[:, 2] = batch.logp[:, 2] - math.log(2) * sign  # clipped, whatever was drawn
     _, _, metrics = examiner.loss(batch)
     ratio, own = (batch.logp - batch.old_logp).exp().double(), batch.mask.bool()
     A = batch.advantages[:, None]
@@ -364,12 +369,22 @@ def configuration(examiner, **changes):
 
 def check_step(examiner, sft, pairs: bool, **changes):
     """Take one step of SGD with the student's function, and compare the weights with a replay of the same samples."""
-    config = configuration(examiner, **changes)
+    config, prompts = configuration(examiner, **changes), short_and_long_prompts(6)
+
+    def is_right(**simpler) -> bool | None:
+        policy, before = shaken(sft, SEED), shaken(sft, SEED)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
+        setting = configuration(examiner, **(changes | simpler))
+        if (got := examiner.step_again(policy, copy.deepcopy(sft), optimizer, prompts, setting)) is None:
+            return None
+        expected, _ = step.replay(step.RIGHT, before, sft, got, setting)
+        return step.agree(flat(policy), expected, (expected - flat(before)).norm())
+
     for seed in range(SEED, SEED + 20):
         policy, reference = shaken(sft, seed), copy.deepcopy(sft)
         before = copy.deepcopy(policy).requires_grad_(False)
         optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-        got, metrics, calls = examiner.step(policy, reference, optimizer, short_and_long_prompts(6), config, seed)
+        got, metrics, calls = examiner.step(policy, reference, optimizer, prompts, config, seed)
         expected, history = step.replay(step.RIGHT, before, reference, got, config)
         # Once in some hundred draws a token is so much likelier under the reference that k3's exp throws the policy far
         # off, where rounding decides what comes next. That says nothing about the student's function: draw again.
@@ -379,7 +394,8 @@ def check_step(examiner, sft, pairs: bool, **changes):
         examiner.metric(5, metrics, key)
     weights = flat(policy)
     if not step.agree(weights, expected, (expected - flat(before)).norm()):
-        examiner.fail(5, step.explain(weights, expected, before, reference, got, config, calls, pairs))
+        symptom = partial(symptoms.of_step, is_right, config.inner_steps)
+        examiner.fail(5, step.explain(weights, expected, before, reference, got, config, calls, pairs, symptom))
     return metrics, history
 
 

@@ -198,6 +198,12 @@ class Examiner:
             return None
         return loss.detach().double(), gradient.double()
 
+    def step_again(self, policy, reference, optimizer, prompts: Tensor, config):
+        """The samples of a step."""
+        returned = self.quietly(5, policy, reference, optimizer, prompts, config, torch.Generator().manual_seed(SEED))
+        samples = returned[0] if isinstance(returned, tuple | list) and returned else None
+        return samples if all(hasattr(samples, name) for name in SAMPLES) else None
+
     # The five functions ------------------------------------------------------------------------------------------
 
     def sample(self, model: tinylm.TinyLM, prompts: Tensor, G: int, temperature: float = 1.0, seed: int = 0):

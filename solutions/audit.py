@@ -3,6 +3,7 @@
     python solutions/audit.py                     all entries, a table, and exit status 1 if the tests fall short
     python solutions/audit.py --only "task4 clip" the entries whose task and name hold all of these words
     python solutions/audit.py --show "k2 for k3"  one entry: its difference from the reference, and what the tests say
+    python solutions/audit.py --leave-one-out     what a student would read if the tables did not know the mistake
 
 Three catalogues, each entry a small change to the reference, `solutions/grpo.py`. A `Mistake` must be rejected by a
 test of its task, with a first line that holds the words `says`. A `Variation` is right, only written another way, and
@@ -42,6 +43,8 @@ HANDED_OUT = [*TESTS, SFT, "solutions/grpo.py"]
 FUNCTIONS = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
 TIMEOUT = 180.0  # seconds for one entry
 NAMED_AT_LEAST = 0.95
+AND = "; and "  # between two mistakes that are named at once
+VAGUE = re.compile(r"(is|are) wrong(, first at| of its gradient|$)|its gradient is not")  # says nothing of what it is
 
 Pairs = list[tuple[str, str]]
 
@@ -1983,8 +1986,30 @@ class Recorder:
         self.reports.append({"test": test, "outcome": report.outcome, "message": message})
 
 
+class Forgetful:
+    """A pytest plugin: the tests without some names in their tables of known mistakes."""
+
+    def __init__(self, forgotten: list[str]):
+        self.forgotten = set(forgotten)
+
+    def pytest_collection_finish(self):
+        from lab import examine  # noqa: PLC0415 (the modules of the entry's own folder)
+        from lab.diagnose import k3, loss, step  # noqa: PLC0415
+
+        for table in (k3.WRONG, *loss.LOSS_PARTS, *step.STEP_PARTS):
+            for name in self.forgotten:
+                table.pop(name, None)
+        compare = examine.Examiner.compare
+
+        def without(examiner, task, what, got, expected, mistakes, *rest, **named):
+            left = {name: value for name, value in mistakes.items() if self.forgotten.isdisjoint(name.split(AND))}
+            return compare(examiner, task, what, got, expected, left, *rest, **named)
+
+        examine.Examiner.compare = without
+
+
 def run_tests(
-    kit: str, source: str, select: str, says: list[tuple[int, tuple[str, ...]]], train: bool
+    kit: str, source: str, select: str, says: list[tuple[int, tuple[str, ...]]], train: bool, forget: list[str]
 ) -> list[dict[str, str]]:
     """Run `pytest -k select` in a fresh folder with the files of `kit` and `source` as grpo.py."""
     import pytest  # noqa: PLC0415 (this and torch: in workers only)
@@ -1999,7 +2024,8 @@ def run_tests(
         sys.path[0] = str(folder)  # as `python -m pytest` has it
         torch.manual_seed(0)
         try:
-            pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, "test_grpo.py"], plugins=[recorder])
+            plugins = [recorder, Forgetful(forget)] if forget else [recorder]
+            pytest.main(["-q", "-p", "no:cacheprovider", "-k", select, "test_grpo.py"], plugins=plugins)
         finally:
             os.chdir(home)
             sys.path[:] = path
@@ -2111,12 +2137,16 @@ def judge(entry: Entry, reports: list[dict[str, str]] | None) -> Verdict:
 
 
 def audit(
-    entries: Iterable[Entry], full: bool = False, every_test: bool = False, jobs: int | None = None
+    entries: Iterable[Entry],
+    full: bool = False,
+    every_test: bool = False,
+    jobs: int | None = None,
+    forget: dict[str, list[str]] | None = None,
 ) -> list[Verdict]:
     """Run every entry through the tests of its tasks (of all tasks if `full`), in parallel; the order is kept.
 
-    A task's tests stop at the failure that names the mistake, unless `every_test`. Raises ValueError, before anything
-    runs, if the change of an entry does not apply.
+    A task's tests stop at the failure that names the mistake, unless `every_test`. `forget`: entry -> what the tables
+    of known mistakes shall not know. Raises ValueError, before anything runs, if an entry's change does not apply.
     """
     from tqdm import tqdm  # noqa: PLC0415 (here, --help needs nothing installed)
 
@@ -2139,6 +2169,7 @@ def audit(
         graded = FUNCTIONS if full or isinstance(entry, Combination) else tasks(entry)
         job["select"] = " or ".join(f"task{task}" for task in graded)
         job["says"] = [] if every_test else [(p.task, p.says) for p in parts(entry) if isinstance(p, Mistake)]
+        job["forget"] = (forget or {}).get(entry.name, [])
         worker = idle.get()
         try:
             return judge(entry, worker.run(**job))
@@ -2186,6 +2217,44 @@ def print_table(verdicts: list[Verdict]) -> bool:
     return all(verdict.good for verdict in verdicts) and named >= NAMED_AT_LEAST * len(wrong)
 
 
+def sentence_of(verdict: Verdict) -> str:
+    """What the first failure says, without the task in front."""
+    return headline(verdict.failures[0][1]) if verdict.failures else ""
+
+
+def known_names() -> set[str]:
+    """Every name in the tables of known mistakes."""
+    import torch  # noqa: PLC0415
+
+    from lab.diagnose import advantages, k3, loss, samples, step  # noqa: PLC0415
+
+    responses, mask = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4)
+    found = {name for table in (k3.WRONG, *loss.LOSS_PARTS, *step.STEP_PARTS) for name in table}
+    found |= samples.rewards(["10+10="], 2, ["20$", "21$"]).keys() | samples.masks(responses, mask).keys()
+    for normalize_std in (True, False):
+        names = advantages.mistakes(torch.tensor([1.0, 0, 0, 1]), 2, normalize_std)
+        found |= {part for name in names for part in name.split(AND)}
+    return found - {""}
+
+
+def leave_one_out(verdicts: list[Verdict], jobs: int | None) -> bool:
+    """For each mistake that a table names: what would be read if it did not. Returns whether few are vague."""
+    known = known_names()
+    named = {v.entry.name: [n for n in sentence_of(v).split(AND) if n in known] for v in verdicts if v.failures}
+    forget = {name: forgotten for name, forgotten in named.items() if forgotten}
+    again = audit([v.entry for v in verdicts if v.entry.name in forget], jobs=jobs, forget=forget)
+    kinds: dict[str, list[Verdict]] = {"named, as another mistake": [], "seen": [], "vague": [], "ACCEPTED": []}
+    for verdict in again:
+        sentence = sentence_of(verdict)
+        kind = "ACCEPTED" if not verdict.failures else "vague" if VAGUE.search(sentence) else "seen"
+        kinds["named, as another mistake" if set(sentence.split(AND)) & known else kind].append(verdict)
+    for kind, of_it in kinds.items():
+        print(f"\n{kind}: {len(of_it)} of {len(again)}")
+        for verdict in of_it:
+            print(f"  {verdict.entry.name}: {sentence_of(verdict)}")
+    return len(kinds["vague"]) + len(kinds["ACCEPTED"]) <= 0.1 * len(again)
+
+
 def show(verdict: Verdict) -> None:
     """Print an entry's difference from the reference, and every failure in full."""
     reference = REFERENCE.read_text(encoding="utf-8")
@@ -2203,6 +2272,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the entries and run nothing")
     parser.add_argument("--full", action="store_true", help="run all tests on each: no mistake may cost another task")
     parser.add_argument("--jobs", type=number(int, 1, 1000), metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--leave-one-out", action="store_true", help="then each again, its own name unknown")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
@@ -2229,7 +2299,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if options.show is not None:
         show(verdicts[0])
-    return 0 if print_table(verdicts) else 1
+    good = print_table(verdicts)
+    if options.leave_one_out:
+        good = leave_one_out(verdicts, options.jobs) and good
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Task 5: one step, replayed from the samples that the student's function returned, right or with mistakes."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -156,9 +157,19 @@ def agree(a: Tensor, b: Tensor, length: Tensor) -> bool:
 
 
 def explain(
-    got: Tensor, expected: Tensor, before: TinyLM, reference: TinyLM, samples, config, calls: Calls, pairs: bool
+    got: Tensor,
+    expected: Tensor,
+    before: TinyLM,
+    reference: TinyLM,
+    samples,
+    config,
+    calls: Calls,
+    pairs: bool,
+    symptom: Callable[[], str] = str,
 ) -> str:
-    """What is wrong with the weights `got`, which are not those `expected`. `pairs`: look for two mistakes at once."""
+    """What is wrong with the weights `got`, which are not those `expected`. `pairs`: look for two mistakes at once.
+    `symptom` says what is seen where no mistake is known.
+    """
     start = flat(before)
     length = (expected - start).norm()
     values = f"\n  the weights moved {(got - start).norm() / length:.3f} times as far as they should"
@@ -180,7 +191,7 @@ def explain(
             return joined(names) + values
     if scaled:
         return f"the step has the right direction and {scale:.4g} times the right length: something scales it{values}"
-    return f"the weights after the step are wrong{values}"
+    return (symptom() or "the weights after the step are wrong") + values
 
 
 def metrics(key: str, of_steps: Tensor) -> Mistakes:

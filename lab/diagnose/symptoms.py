@@ -3,7 +3,7 @@ changed, from where its wrong values stand, and from how much they differ. They 
 made of a function that is right.
 
 Each `of_...` takes `call`, which calls a task's function with other arguments (or gives None where that raises), and
-returns the first statement that holds, or "". In order: places and amounts, then tasks 2, 3 and 4.
+returns the first statement that holds, or "". In order: places and amounts, then the tasks.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lab.diagnose.loss import Batch
+from lab.diagnose.loss import LOSS_PARTS, Batch, loss_with
 from lab.examine import close
 
 Features = dict[str, Tensor]  # a few words -> the places that they describe, as booleans
@@ -49,6 +49,38 @@ def first(statements: Iterator[str]) -> str:
     return next(filter(None, statements), "")
 
 
+# Task 1 ----------------------------------------------------------------------------------------------------------
+
+
+def of_rewards(got: Tensor, expected: Tensor) -> str:
+    """What wrong rewards do."""
+    if others := sorted(set(got.tolist()) - {0, 1}):
+        return f"samples.rewards holds {', '.join(f'{value:.4g}' for value in others[:3])}: a reward is 1 or 0"
+    right, wrong = (expected > got).sum(), (expected < got).sum()
+    return f"samples.rewards gives {right} right answers 0 and {wrong} wrong answers 1"
+
+
+def of_mask(got: Tensor, own: Tensor) -> str:
+    """What a wrong mask does to the policy's own tokens and to the others. got, own: [N, Tr]."""
+    if others := sorted(set(got.flatten().tolist()) - {0, 1}):
+        return f"samples.mask holds {', '.join(f'{value:.4g}' for value in others[:3])}: the mask is 1 or 0"
+    own, place = own.bool(), torch.arange(own.shape[1])
+    length = own.sum(dim=1, keepdim=True)
+    dropped, kept = own & (got == 0), ~own & (got == 1)
+    mine = {"every own token": own, "the first token": own & (place == 0), "the last own token": place == length - 1}
+    after = {"every token after the end": ~own, "the first token after the end": ~own & (place == length)}
+
+    def which(wrong: Tensor, places: Features, of: str) -> str:
+        return next((name for name, place in places.items() if torch.equal(place, wrong)), f"{wrong.sum()} {of}")
+
+    seen = []
+    if dropped.any():
+        seen.append("drops " + which(dropped, mine, f"of the {own.sum()} own tokens"))
+    if kept.any():
+        seen.append("keeps " + which(kept, after, f"of the {(~own).sum()} tokens after the end"))
+    return f"samples.mask {' and '.join(seen)}"
+
+
 # Task 2 ----------------------------------------------------------------------------------------------------------
 
 
@@ -64,6 +96,9 @@ def seen_in_advantages(call, rewards: Tensor, G: int, normalize_std: bool) -> It
     base = again(rewards)
     if base is None:
         return
+    groups, values = rewards.double().view(-1, G), base.view(-1, G)
+    if ((groups - groups.mean(dim=1, keepdim=True)) * values).sum(dim=1).max() < -1e-3:
+        yield "the higher a reward of a group, the lower its advantage: it should be the other way round"
     changed = rewards.clone()
     changed[:G] = changed[:G] * 3 + torch.linspace(0, 1, G, dtype=rewards.dtype)
     other = again(changed)
@@ -122,9 +157,23 @@ def seen_in_k3(call, logp: Tensor, ref_logp: Tensor) -> Iterator[str]:
     wrong = ~torch.isclose(base, expected, 1e-4, 1e-4)
     if place := where(wrong, {"u > 1": log_u > 0, "u < 1": log_u < 0}):
         yield f"k3 is wrong exactly where {place}"
-    if wrong.any() and not wrong.all() and log_u[wrong].abs().min() > log_u[~wrong].abs().max():
+    right = ~wrong & (log_u.abs() > 0.1)  # near 0 many functions agree, which says nothing
+    if wrong.any() and right.any() and log_u[wrong].abs().min() > log_u[right].abs().max():
         least = log_u[wrong].abs().min()
         yield f"k3 is wrong exactly where |log(u)| is large, from {least:.3g} on: nothing may cut it off"
+    yield sides("k3", base, expected, log_u)
+
+
+def sides(what: str, got: Tensor, expected: Tensor, log_u: Tensor) -> str:
+    """In which direction it is wrong where u > 1, and where u < 1, if that is one direction each."""
+    seen = {}
+    for name, side in (("u > 1", log_u > 1e-3), ("u < 1", log_u < -1e-3)):
+        difference = (got - expected)[side]
+        if side.any() and (difference.abs() > 1e-4).all() and (difference.sign() == difference.sign()[0]).all():
+            seen[name] = "too large" if difference[0] > 0 else "too small"
+    if len(seen) == 2 and len(set(seen.values())) == 1:
+        return f"{what} is {seen['u > 1']} wherever u is not 1"
+    return f"{what} is " + " and ".join(f"{amount} where {name}" for name, amount in seen.items()) if seen else ""
 
 
 # Task 4 ----------------------------------------------------------------------------------------------------------
@@ -134,13 +183,19 @@ def features_of(batch: Batch) -> Features:
     """Words for the places of a batch [N, Tr]."""
     own, ratio = batch.mask.bool(), (batch.logp - batch.old_logp).exp()
     A, u = batch.advantages[:, None].expand_as(ratio), (batch.ref_logp - batch.logp).exp()
+    up, down, above, below = A > 0, A < 0, ratio > 1 + batch.clip, ratio < 1 - batch.clip
     lengths, column = batch.mask.sum(dim=1, keepdim=True), torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
     return {
-        "A > 0": own & (A > 0),
-        "A < 0": own & (A < 0),
-        "ratio > 1 + clip": own & (ratio > 1 + batch.clip),
-        "ratio < 1 - clip": own & (ratio < 1 - batch.clip),
-        "a ratio within the clip": own & (ratio >= 1 - batch.clip) & (ratio <= 1 + batch.clip),
+        "A > 0": own & up,
+        "A < 0": own & down,
+        "ratio > 1 + clip": own & above,
+        "ratio < 1 - clip": own & below,
+        "a ratio within the clip": own & ~above & ~below,
+        "a ratio outside of the clip": own & (above | below),
+        "a ratio that the clip stops": own
+        & (((A > 0) & (ratio > 1 + batch.clip)) | ((A < 0) & (ratio < 1 - batch.clip))),
+        "a ratio that is outside, but not to be stopped": own
+        & (((A > 0) & (ratio < 1 - batch.clip)) | ((A < 0) & (ratio > 1 + batch.clip))),
         "u > 1": own & (u > 1),
         "u < 1": own & (u < 1),
         "the first token": own & (column == 0),
@@ -152,6 +207,8 @@ def features_of(batch: Batch) -> Features:
 
 
 CLIPPED = {  # what the gradient of the surrogate is to be, where the clip decides
+    "a ratio that the clip stops": "it is 0 there but for the KL term (A > 0 and above it, A < 0 and below it)",
+    "a ratio that is outside, but not to be stopped": "ratio * A is the smaller term there, and keeps its gradient",
     "A > 0 and ratio > 1 + clip": "it is 0 there but for the KL term: the clipped term is the smaller one",
     "A < 0 and ratio < 1 - clip": "it is 0 there but for the KL term: the clipped term is the smaller one",
     "A > 0 and ratio < 1 - clip": "the clip does nothing there: ratio * A is the smaller term, and keeps its gradient",
@@ -179,6 +236,31 @@ def seen_in_loss(call, batch: Batch, right: tuple[Tensor, Tensor]) -> Iterator[s
     if place := where(wrong, features_of(batch)):
         should = CLIPPED.get(place, "elsewhere it is right")
         yield f"the gradient of the loss is wrong exactly at tokens with {place}: {should}"
+    if not (close(base[0], right[0]) and close(base[1], right[1])):
+        yield right_without(call, batch)
+
+
+def right_without(call, batch: Batch) -> str:
+    """Which part of the loss it is: the one without which all is right."""
+    logp, ones = batch.logp, torch.ones_like(batch.mask)
+    simpler = {
+        "clip = 1000": ({"clip": 1000.0}, "the clip"),
+        "beta = 0": ({"beta": 0.0}, "the KL penalty"),
+        "advantages of 0": ({"advantages": 0 * batch.advantages}, "the surrogate"),
+        "old_logp = logp, a ratio of 1,": ({"old_logp": logp}, "the ratio, or the clip"),
+        "ref_logp = logp, where k3 is 0,": ({"ref_logp": logp}, "the KL penalty"),
+        "a mask of ones": ({"mask": ones}, "the mask, or the division by each response's own number of tokens"),
+        "advantages that are all 1": (
+            {"advantages": ones[:, 0]},
+            "the advantages: which token gets which, or their sign",
+        ),
+    }
+    for name, (changes, part) in simpler.items():
+        changed = dataclasses.replace(batch, **changes)
+        got, expected = call(changed), loss_with(("",) * len(LOSS_PARTS), changed)
+        if got is not None and close(got[0], expected[0]) and close(got[1], expected[1]):
+            return f"the loss is not right, but with {name} it is: look at {part}"
+    return ""
 
 
 def amounts(base: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Batch) -> Iterator[str]:
@@ -193,7 +275,8 @@ def amounts(base: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Ba
         "-1: the sign": -1.0,
     }
     if close(base[1], right[1]) and not close(base[0], right[0]):
-        yield f"the loss is {base[0] - right[0]:+.4g} off, its gradient is right: something constant is added"
+        where_from = "the error lies where the loss has no slope in logp (clipped tokens, a constant)"
+        yield f"the loss is {base[0] - right[0]:+.4g} off, yet its gradient is right: {where_from}"
     if amount := how_much(base[1], right[1], known):
         yield f"the gradient of the loss is {amount} what it should be"
     yield of_rows(base[1], right[1], lengths)
@@ -239,4 +322,26 @@ def of_rows(got: Tensor, expected: Tensor, lengths: Tensor) -> str:
     for name, form in forms.items():
         if close(factors / factors[0], (form / form[0]).double(), 1e-3):
             return f"the gradient of each response is right but for a factor in proportion to {name}"
+    return ""
+
+
+# Task 5 ----------------------------------------------------------------------------------------------------------
+
+
+def of_step(is_right: Callable[..., bool | None], inner_steps: int) -> str:
+    """Which setting it is without which a wrong grpo_step is right. `is_right` takes another step with some settings
+    changed, and says whether the weights are then as they should be (None: it raised).
+    """
+    simpler = {
+        "inner_steps = 1": ({"inner_steps": 1}, "what is done once, and what in each inner step"),
+        "temperature = 1": ({"temperature": 1.0}, "where config.temperature goes: sampling and all log-probs"),
+        "beta = 0": ({"beta": 0.0}, "the KL penalty: ref_logp, and config.beta"),
+        "clip = 1000": ({"clip": 1000.0}, "the clip: old_logp, and config.clip"),
+        "std = False": ({"std": False}, "how the advantages are divided by the std: config.std"),
+    }
+    for name, (changes, part) in simpler.items():
+        if (name != "inner_steps = 1" or inner_steps > 1) and is_right(**changes):
+            return f"the weights after the step are not right, but with {name} they are: look at {part}"
+    if inner_steps > 1 and is_right(inner_steps=1, beta=0.0, clip=1000.0):
+        return "a single inner step without clip and KL penalty is right: look at old_logp and ref_logp"
     return ""

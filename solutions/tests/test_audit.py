@@ -130,10 +130,9 @@ def test_audit_turns_red_when_the_tests_fall_short(capsys):
 
 def test_slow_entry_is_stopped_and_the_next_one_runs(monkeypatch, tmp_path):
     for name in audit.HANDED_OUT:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(audit.ROOT / name, tmp_path / name)
-    job = {"kit": str(tmp_path), "select": "task3", "says": [], "train": False}
+    job = {"kit": str(tmp_path), "select": "task3", "says": [], "train": False, "forget": []}
     worker = audit.Worker()
     monkeypatch.setattr(audit, "TIMEOUT", 8.0)
     endless = Variation(3, "endless", "while True:\n    pass")
@@ -161,6 +160,13 @@ def test_list_and_only():
     nothing = run_audit("--list", "--only", "no such entry")
     assert nothing.returncode == 2
     assert "Traceback" not in nothing.stderr
+
+
+def test_leave_one_out_shows_what_is_read_of_a_mistake_nobody_knows():
+    shown = run_audit("--leave-one-out", "--only", "task1 mask the wrong way round")
+    assert shown.returncode == 0, shown.stderr
+    assert "samples.mask drops every own token and keeps every token after the end" in shown.stdout
+    assert "ACCEPTED: 0 of" in shown.stdout
 
 
 def test_show_prints_the_change_and_the_failures():

@@ -105,7 +105,7 @@ def test_any_weights_after_a_step_are_explained(sft, reference, pairs):
     ("change", "told"),
     [
         (("return loss, metrics", "return loss * 1.005, metrics"), "1.005 times what it should be"),
-        (("return loss, metrics", "return loss + 3, metrics"), "the loss is +3 off, its gradient is right"),
+        (("return loss, metrics", "return loss + 3, metrics"), "the loss is +3 off, yet its gradient is right"),
         (("log_u.exp() - log_u - 1", "log_u.detach().exp() - log_u - 1"), "u itself carries no gradient"),
         (("log_u.exp() - log_u - 1", "log_u.exp() - log_u.detach() - 1"), "log(u) carries no gradient"),
     ],
@@ -228,6 +228,7 @@ K3 = {
         ref > logp, k3_right(logp, ref), 2 * k3_right(logp, ref)
     ),
     "|log(u)| is large": lambda logp, ref: k3_right(logp, ref).clamp(max=0.5),
+    "k3 is too small where u > 1 and too large where u < 1": lambda logp, ref: (ref - logp) ** 2 / 2,
 }
 
 
