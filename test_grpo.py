@@ -370,16 +370,6 @@ def configuration(examiner, **changes):
 def check_step(examiner, sft, pairs: bool, **changes):
     """Take one step of SGD with the student's function, and compare the weights with a replay of the same samples."""
     config, prompts = configuration(examiner, **changes), short_and_long_prompts(6)
-
-    def is_right(**simpler) -> bool | None:
-        policy, before = shaken(sft, SEED), shaken(sft, SEED)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-        setting = configuration(examiner, **(changes | simpler))
-        if (got := examiner.step_again(policy, copy.deepcopy(sft), optimizer, prompts, setting)) is None:
-            return None
-        expected, _ = step.replay(step.RIGHT, before, sft, got, setting)
-        return step.agree(flat(policy), expected, (expected - flat(before)).norm())
-
     for seed in range(SEED, SEED + 20):
         policy, reference = shaken(sft, seed), copy.deepcopy(sft)
         before = copy.deepcopy(policy).requires_grad_(False)
@@ -394,7 +384,7 @@ def check_step(examiner, sft, pairs: bool, **changes):
         examiner.metric(5, metrics, key)
     weights = flat(policy)
     if not step.agree(weights, expected, (expected - flat(before)).norm()):
-        symptom = partial(symptoms.of_step, is_right, config.inner_steps)
+        symptom = partial(symptoms.of_step, partial(step.is_right, examiner, sft, prompts, config), config.inner_steps)
         examiner.fail(5, step.explain(weights, expected, before, reference, got, config, calls, pairs, symptom))
     return metrics, history
 

@@ -1,6 +1,7 @@
 """Task 5: one step, replayed from the samples that the student's function returned, right or with mistakes."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,8 @@ import tinylm
 from lab.diagnose import few_deviations, joined, loss
 from lab.diagnose.k3 import k3_of
 from lab.diagnose.loss import Batch
-from lab.examine import Calls, Mistakes
+from lab.examine import Calls, Examiner, Mistakes
+from lab.inputs import SEED, shaken
 from tinylm import TinyLM
 
 History = list[dict[str, Tensor]]  # the metrics of each inner step
@@ -154,6 +156,17 @@ def flat(model: TinyLM) -> Tensor:
 def agree(a: Tensor, b: Tensor, length: Tensor) -> bool:
     """Whether two rows of weights are the same, but for rounding: in parts of the step's own length."""
     return bool((a - b).norm() < 2e-3 * length)
+
+
+def is_right(examiner: Examiner, sft: TinyLM, prompts: Tensor, config, **simpler) -> bool | None:
+    """Whether the student's step moves the weights as it should where some settings are simpler (None: it raised)."""
+    policy, before = shaken(sft, SEED), shaken(sft, SEED)
+    config = dataclasses.replace(config, **simpler)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
+    if (got := examiner.step_again(policy, copy.deepcopy(sft), optimizer, prompts, config)) is None:
+        return None
+    expected, _ = replay(RIGHT, before, sft, got, config)
+    return agree(flat(policy), expected, (expected - flat(before)).norm())
 
 
 def explain(
