@@ -14,7 +14,7 @@ from torch import Tensor
 import tinylm
 from lab.examine import NAMES, Examiner
 from lab.inputs import SEED
-from lab.start import REFERENCE, ROOT, load_module, wants_reference
+from lab.start import REFERENCE, find_grpo, load_module, wants_reference
 
 BY_DEFAULT = wants_reference()  # RL_SOLUTIONS=1
 BUILDS_ON = {4: (3,), 5: (1, 2, 3, 4)}  # task -> the earlier tasks that its function calls
@@ -38,9 +38,10 @@ def reference():
 def loaded(request):
     """(the module under test, None), or (None, why it cannot be imported)."""
     solutions = request.config.getoption("--solutions") or BY_DEFAULT
-    path = REFERENCE if solutions else ROOT / "grpo.py"
-    if not path.exists():
-        return None, f"there is no {path.relative_to(ROOT).as_posix()} here to test"
+    try:
+        path = find_grpo(solutions)
+    except ValueError as error:
+        return None, str(error)
     try:
         return load_module(path, "grpo"), None
     except (Exception, SystemExit) as error:

@@ -384,7 +384,7 @@ def check_step(examiner, sft, pairs: bool, **changes):
         examiner.metric(5, metrics, key)
     weights = flat(policy)
     if not step.agree(weights, expected, (expected - flat(before)).norm()):
-        symptom = partial(symptoms.of_step, partial(step.is_right, examiner, sft, prompts, config), config.inner_steps)
+        symptom = partial(symptoms.of_step, partial(step.is_right, examiner, sft, prompts, config), config)
         examiner.fail(5, step.explain(weights, expected, before, reference, got, config, calls, pairs, symptom))
     return metrics, history
 

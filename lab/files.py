@@ -15,10 +15,15 @@ from lab.flags import DEFAULT_OUT
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
+def temporary_beside(path: Path) -> Path:
+    """The name under which a file is written before it is whole."""
+    return path.with_name(f".{os.getpid()}.{path.name}")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to; it becomes `path` only if the block ends well, so no file is ever half there."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    temporary = temporary_beside(path)
     try:
         yield temporary
         temporary.replace(path)
@@ -39,7 +44,7 @@ def check_picture(out: Path) -> None:
     """Raise ValueError if `out` has no picture's ending, or its folder is not there or cannot be written to."""
     if out.suffix.lower() not in PICTURES:
         raise ValueError(f"--out {out}: the name must end in one of {', '.join(PICTURES)}")
-    probe = out.with_name(f".{os.getpid()}.{out.name}")  # the name that `whole_file` will use
+    probe = temporary_beside(out)
     try:
         probe.touch()
         probe.unlink()

@@ -35,6 +35,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from manifest import LAB as ROOT
 from manifest import TESTS
 
+from lab.diagnose import AND
 from lab.flags import Parser, number
 
 REFERENCE = ROOT / "solutions" / "grpo.py"
@@ -43,7 +44,6 @@ HANDED_OUT = [*TESTS, SFT, "solutions/grpo.py"]
 FUNCTIONS = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
 TIMEOUT = 180.0  # seconds for one entry
 NAMED_AT_LEAST = 0.95
-AND = "; and "  # between two mistakes that are named at once
 VAGUE = re.compile(r"(is|are) wrong(, first at| of its gradient|$)|its gradient is not")  # says nothing of what it is
 
 Pairs = list[tuple[str, str]]
@@ -1986,6 +1986,13 @@ class Recorder:
         self.reports.append({"test": test, "outcome": report.outcome, "message": message})
 
 
+def tables_of_mistakes() -> list[dict]:
+    """The tables of known mistakes, name -> how to compute it; in a worker, those of the entry's own folder."""
+    from lab.diagnose import k3, loss, step  # noqa: PLC0415 (torch: not before it is needed)
+
+    return [k3.WRONG, *loss.LOSS_PARTS, *step.STEP_PARTS]
+
+
 class Forgetful:
     """A pytest plugin: the tests without some names in their tables of known mistakes."""
 
@@ -1994,9 +2001,8 @@ class Forgetful:
 
     def pytest_collection_finish(self):
         from lab import examine  # noqa: PLC0415 (the modules of the entry's own folder)
-        from lab.diagnose import k3, loss, step  # noqa: PLC0415
 
-        for table in (k3.WRONG, *loss.LOSS_PARTS, *step.STEP_PARTS):
+        for table in tables_of_mistakes():
             for name in self.forgotten:
                 table.pop(name, None)
         compare = examine.Examiner.compare
@@ -2226,10 +2232,10 @@ def known_names() -> set[str]:
     """Every name in the tables of known mistakes."""
     import torch  # noqa: PLC0415
 
-    from lab.diagnose import advantages, k3, loss, samples, step  # noqa: PLC0415
+    from lab.diagnose import advantages, samples  # noqa: PLC0415
 
     responses, mask = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4)
-    found = {name for table in (k3.WRONG, *loss.LOSS_PARTS, *step.STEP_PARTS) for name in table}
+    found = {name for table in tables_of_mistakes() for name in table}
     found |= samples.rewards(["10+10="], 2, ["20$", "21$"]).keys() | samples.masks(responses, mask).keys()
     for normalize_std in (True, False):
         names = advantages.mistakes(torch.tensor([1.0, 0, 0, 1]), 2, normalize_std)

@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
+AND = "; and "  # between two mistakes that are named at once
+
 
 def few_deviations(*choices: dict) -> Iterator[tuple]:
     """All ways to choose one key of each dict with one or two that are not the right one (""), fewest first."""
@@ -15,4 +17,4 @@ def few_deviations(*choices: dict) -> Iterator[tuple]:
 
 def joined(names: tuple) -> str:
     """The mistakes among the names, in one sentence."""
-    return "; and ".join(filter(None, names))
+    return AND.join(filter(None, names))

@@ -192,10 +192,8 @@ def features_of(batch: Batch) -> Features:
         "ratio < 1 - clip": own & below,
         "a ratio within the clip": own & ~above & ~below,
         "a ratio outside of the clip": own & (above | below),
-        "a ratio that the clip stops": own
-        & (((A > 0) & (ratio > 1 + batch.clip)) | ((A < 0) & (ratio < 1 - batch.clip))),
-        "a ratio that is outside, but not to be stopped": own
-        & (((A > 0) & (ratio < 1 - batch.clip)) | ((A < 0) & (ratio > 1 + batch.clip))),
+        "a ratio that the clip stops": own & ((up & above) | (down & below)),
+        "a ratio that is outside, but not to be stopped": own & ((up & below) | (down & above)),
         "u > 1": own & (u > 1),
         "u < 1": own & (u < 1),
         "the first token": own & (column == 0),
@@ -328,9 +326,9 @@ def of_rows(got: Tensor, expected: Tensor, lengths: Tensor) -> str:
 # Task 5 ----------------------------------------------------------------------------------------------------------
 
 
-def of_step(is_right: Callable[..., bool | None], inner_steps: int) -> str:
+def of_step(is_right: Callable[..., bool | None], config) -> str:
     """Which setting it is without which a wrong grpo_step is right. `is_right` takes another step with some settings
-    changed, and says whether the weights are then as they should be (None: it raised).
+    of `config` changed, and says whether the weights are then as they should be (None: it raised).
     """
     simpler = {
         "inner_steps = 1": ({"inner_steps": 1}, "what is done once, and what in each inner step"),
@@ -340,8 +338,9 @@ def of_step(is_right: Callable[..., bool | None], inner_steps: int) -> str:
         "std = False": ({"std": False}, "how the advantages are divided by the std: config.std"),
     }
     for name, (changes, part) in simpler.items():
-        if (name != "inner_steps = 1" or inner_steps > 1) and is_right(**changes):
+        changed = any(getattr(config, setting) != value for setting, value in changes.items())
+        if changed and is_right(**changes):
             return f"the weights after the step are not right, but with {name} they are: look at {part}"
-    if inner_steps > 1 and is_right(inner_steps=1, beta=0.0, clip=1000.0):
+    if config.inner_steps > 1 and is_right(inner_steps=1, beta=0.0, clip=1000.0):
         return "a single inner step without clip and KL penalty is right: look at old_logp and ref_logp"
     return ""
