@@ -1,5 +1,6 @@
 """What pytest needs to grade `grpo.py`: which file is graded, what stands in for earlier tasks, the table of points."""
 
+import functools
 import inspect
 import sys
 import traceback
@@ -9,11 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # which -P and --impor
 
 import pytest
 import torch
-from torch import Tensor
 
 import tinylm
-from lab.examine import NAMES, Examiner
-from lab.inputs import SEED
+from lab.examine import NAMES, Examiner, Memory
+from lab.inputs import SEED, uniform
 from lab.start import REFERENCE, find_grpo, load_module, wants_reference
 
 BY_DEFAULT = wants_reference()  # RL_SOLUTIONS=1
@@ -62,10 +62,16 @@ def grpo(loaded, request):
     return module
 
 
+@pytest.fixture(scope="session")
+def memory():
+    """What the tests have found out, so that each says the same of the same mistake, and says it once."""
+    return Memory()
+
+
 @pytest.fixture
-def examiner(grpo, reference, sft, monkeypatch, request):
+def examiner(grpo, reference, sft, memory, monkeypatch, request):
     """Grades one task alone: the reference does the earlier ones; where it is absent, they must pass a first test."""
-    examiner = Examiner(grpo, with_traceback=request.config.getoption("tbstyle") != "auto")
+    examiner = Examiner(grpo, sft, memory, with_traceback=request.config.getoption("tbstyle") != "auto")
     task = int(request.node.name.removeprefix("test_task")[0])
     for earlier in BUILDS_ON.get(task, ()):
         if reference:
@@ -88,12 +94,7 @@ def examiner(grpo, reference, sft, monkeypatch, request):
 @pytest.fixture
 def draw():
     """Fresh inputs: draw(a, b, *shape) is uniform between a and b."""
-    generator = torch.Generator().manual_seed(SEED)
-
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(*shape, generator=generator)
-
-    return uniform
+    return functools.partial(uniform, torch.Generator().manual_seed(SEED))
 
 
 @pytest.fixture(scope="session")

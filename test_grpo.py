@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 import tinylm
-from lab.diagnose import advantages, k3, loss, samples, step, symptoms
-from lab.diagnose.loss import Batch
+from lab.diagnose import close, loss, samples, step, symptoms
 from lab.diagnose.step import flat
-from lab.examine import close, rounded
-from lab.inputs import SEED, OddAnswers, shaken, short_and_long_prompts, some_prompts, talkative
+from lab.examine import differences, rounded
+from lab.inputs import (
+    SEED,
+    Batch,
+    OddAnswers,
+    fresh_batch,
+    shaken,
+    short_and_long_prompts,
+    some_prompts,
+    talkative,
+)
 
 # Task 1: sample_group --------------------------------------------------------------------------------------------
 
@@ -31,13 +39,16 @@ def check_rows(examiner, model):
     prompts = tinylm.decode(some_prompts(32))
     rows = [prompt for prompt in prompts for _ in range(G)]  # a a a ... b b b ...
     if (got_rows := tinylm.decode(got.prompts)) != rows:
-        examiner.fail(1, samples.explain_prompts(got_rows, rows, prompts * G))  # a b c ... a b c ...
+        examiner.wrong(1, f"samples.prompts is wrong {samples.first_row(got_rows, rows)}")
     texts = tinylm.decode_and_strip_padding(got.responses)
     if list(got.texts) != texts:
-        examiner.fail(1, samples.explain_texts(got.texts, texts))
+        what = "samples.texts is not what tinylm.decode_and_strip_padding gives for the responses"
+        examiner.wrong(1, f"{what}, first {samples.first_row(got.texts, texts)}")
     right = samples.scores(rows, texts)
+    mistakes = {name: wrong(rows, texts, G) for name, wrong in samples.REWARDS.items()}
     symptom = partial(symptoms.of_rewards, got.rewards, right)
-    examiner.compare(1, "samples.rewards", got.rewards, right, samples.rewards(prompts, G, texts), symptom=symptom)
+    given = {"prompt": rows, "response": texts}
+    examiner.compare(1, "samples.rewards", got.rewards, right, given, mistakes=mistakes, symptom=symptom)
 
 
 @pytest.mark.points(4)
@@ -61,9 +72,10 @@ def test_task1_mask_ends_with_the_end_of_sequence(examiner, sft):
         for row, tokens in enumerate(got.responses.tolist()):
             length = tokens.index(tinylm.EOS) + 1 if tinylm.EOS in tokens else len(tokens)
             expected[row, :length] = 1
-        given = f"the responses {got.texts[:3]} ..."
-        mistakes, symptom = samples.masks(got.responses, expected), partial(symptoms.of_mask, got.mask, expected)
-        examiner.compare(1, "samples.mask", got.mask.double(), expected, mistakes, given, symptom=symptom)
+        mistakes = {name: wrong(got.responses, expected) for name, wrong in samples.MASKS.items()}
+        symptom = partial(symptoms.of_mask, got.mask, expected)
+        given = {"response": tinylm.decode(got.responses)}
+        examiner.compare(1, "samples.mask", got.mask.double(), expected, given, mistakes=mistakes, symptom=symptom)
 
 
 def check_temperature(examiner, task: int, model, prompts: Tensor, responses: Tensor, temperature: float):
@@ -74,26 +86,19 @@ def check_temperature(examiner, task: int, model, prompts: Tensor, responses: Te
     if abs(count - mean) >= 6 * sd:
         found = f"{count} of {len(greedy)} responses are the greedy one, not {mean:.0f}"
         why = samples.temperature(model, prompts, greedy, count, temperature)
-        examiner.fail(task, f"{why}\n  at temperature {temperature}: {found}")
+        examiner.wrong(task, why, f"\n  at temperature {temperature}: {found}")
 
 
 @pytest.mark.points(3)
 def test_task1_samples_the_policy_at_its_temperature(examiner, sft):
     prompts, G = some_prompts(64), 16
-    greedy = tinylm.generate(sft, prompts, greedy=True).repeat_interleave(G, dim=0)
     for temperature in (0.5, 1.0, 2.0):
         got = examiner.sample(sft, prompts, G, temperature)
-        groups = got.responses.view(len(prompts), G, -1)
-        if torch.equal(got.responses, greedy):
-            how = "draw the tokens at random, from softmax(logits / temperature)"
-            examiner.fail(1, f"every response is the greedy one: {how}")
-        if (groups == groups[:, :1]).all():
-            examiner.fail(1, "one response is copied G times: draw G responses of their own for each prompt")
-        if (groups == groups[:1]).all():
-            examiner.fail(1, "different prompts got the very same responses")
+        if problem := samples.draws(sft, prompts, G, got):
+            examiner.wrong(1, problem)
         check_temperature(examiner, 1, sft, got.prompts, got.responses, temperature)
         for j in (0, G - 1):  # the first and the last response of every group are drawn like the others
-            check_temperature(examiner, 1, sft, prompts, groups[:, j], temperature)
+            check_temperature(examiner, 1, sft, got.prompts[j::G], got.responses[j::G], temperature)
 
 
 @pytest.mark.points(2)
@@ -103,13 +108,13 @@ def test_task1_draws_from_the_generator(examiner, sft):
         examiner.sample(sft, prompts, 8, 1.5, seed=seed).responses for seed in (SEED, SEED, SEED + 1)
     )  # `sample` seeds the global generator alike each time, and that one must not be used
     if torch.equal(first, other):
-        examiner.fail(1, "another generator gives the same responses: pass `generator` on to tinylm.generate")
+        examiner.wrong(1, "another generator gives the same responses: pass `generator` on to tinylm.generate")
     if not torch.equal(first, again):
-        examiner.fail(1, "the same generator gives other responses: all randomness must come from `generator`")
+        examiner.wrong(1, "the same generator gives other responses: all randomness must come from `generator`")
     generator = torch.Generator().manual_seed(SEED)
     once = examiner.call(1, sft, prompts, 8, 1.5, generator).responses
     if torch.equal(once, examiner.call(1, sft, prompts, 8, 1.5, generator).responses):
-        examiner.fail(1, "a second call with the same generator repeats the first: do not seed inside the function")
+        examiner.wrong(1, "a second call with the same generator repeats the first: do not seed inside the function")
 
 
 # Task 2: group_advantages ----------------------------------------------------------------------------------------
@@ -127,11 +132,10 @@ def advantages_as_defined(rewards: Tensor, G: int, normalize_std: bool) -> Tenso
 def check_advantages(examiner, rewards: Tensor, G: int, normalize_std: bool = True):
     got = examiner.advantages(rewards, G, normalize_std)
     expected = advantages_as_defined(rewards, G, normalize_std)
-    given = f"rewards {rounded(rewards.view(-1, G))}, G = {G}, normalize_std = {normalize_std}"
-    mistakes = advantages.mistakes(rewards, G, normalize_std)
+    given = {"rewards": rewards.view(-1, G)}
+    what = "the advantage" if normalize_std else "with normalize_std = False, the advantage"
     # 0.002: eps may stand beside the std, as eps^2 under its root, or in a clamp; all of these are right.
-    symptom = partial(symptoms.of_advantages, examiner.value_again, rewards, G, normalize_std)
-    examiner.compare(2, "the advantage", got, expected, mistakes, given, tolerance=2e-3, symptom=symptom)
+    examiner.compare(2, what, got.view(-1, G), expected.view(-1, G), given, tolerance=2e-3)
 
 
 @pytest.mark.points(4)
@@ -155,10 +159,8 @@ def test_task2_fresh_groups(examiner, draw):
     # A group of little spread, std 0.02: std + eps = 0.0201 and sqrt(var + eps^2) = 0.02 hardly change it, but
     # sqrt(var + eps) = sqrt(0.0004 + 0.0001) = 0.0224 does.
     small = torch.tensor([0.52, 0.48, 0.52, 0.48])
-    centred = (small - 0.5).double()
-    mistakes = {"eps is added to the variance, under the root: add it to the std": centred / 0.0005**0.5}
-    got = examiner.advantages(small, 4)
-    examiner.compare(2, "the advantage", got, centred / 0.02, mistakes, rounded(small), tolerance=0.01)
+    expected = (small - 0.5).double() / 0.02
+    examiner.compare(2, "the advantage", examiner.advantages(small, 4), expected, {"reward": small}, tolerance=0.01)
 
 
 @pytest.mark.points(3)
@@ -174,20 +176,19 @@ def test_task2_group_without_signal_gets_zero(examiner):
     for normalize_std in (True, False):
         # Groups of 8: all wrong, all right, all 0.5, and one with signal.
         rewards = torch.tensor([0.0] * 8 + [1.0] * 8 + [0.5] * 8 + [1.0, 0, 0, 0, 0, 0, 0, 1])
-        nan = "a group whose rewards are all equal gives NaN (0 / 0): the eps under the division is missing"
-        got = examiner.advantages(rewards, 8, normalize_std, nan)
+        got = examiner.advantages(rewards, 8, normalize_std)
         if not (got[:24] == 0).all():
             what = "a group whose rewards are all equal must give exactly 0: no response was better than another"
             values = f"\n  got       {rounded(got[:24].view(3, 8))}\n  for       groups of eight 0, eight 1, eight 0.5"
-            examiner.fail(2, what + values)
+            examiner.wrong(2, what, values)
         if got[24:].abs().min() == 0:
-            examiner.fail(2, "a group with signal gives advantages of 0, because another group has none")
+            examiner.wrong(2, "a group with signal gives advantages of 0, because another group has none")
         # Eight times 0.7: in float32 their mean may be off by 6e-8. Divided by (0 + 1e-8), that rounding would become
         # an advantage of 6; the default eps of 1e-4 keeps it below 0.001, which is as good as 0.
         got = examiner.advantages(torch.full((8,), 0.7), 8, normalize_std)
         if got.abs().max() > 0.01:
             what = "the rounding error of the mean became an advantage: the eps in the division is missing or too small"
-            examiner.fail(2, f"{what}\n  got       {rounded(got)}\n  expected  0 for eight rewards of 0.7")
+            examiner.wrong(2, what, f"\n  got       {rounded(got)}\n  expected  0 for eight rewards of 0.7")
 
 
 # Task 3: k3_kl ---------------------------------------------------------------------------------------------------
@@ -198,13 +199,10 @@ def check_k3(examiner, logp: Tensor, ref_logp: Tensor):
     got, gradient = examiner.k3(logp, ref_logp)
     log_u = (ref_logp - logp).double()
     expected = torch.tensor([[math.exp(d) - d - 1 for d in row] for row in log_u.tolist()], dtype=torch.float64)
-    given = f"ref_logp - logp = {rounded(log_u)}"
-    symptom = partial(symptoms.of_k3, examiner.value_again, logp, ref_logp)
-    examiner.compare(3, "k3", got, expected, k3.values(log_u), given, symptom=symptom)
+    given = {"logp": logp, "ref_logp": ref_logp}
+    examiner.compare(3, "k3", got, expected, given)
     weights = torch.linspace(0.5, 1.5, log_u.numel()).view_as(log_u)  # unequal: a swapped or summed gradient shows
-    got = gradient(weights) / weights
-    symptom = partial(symptoms.sides, "the gradient of k3", got, 1 - log_u.exp(), log_u)
-    examiner.compare(3, "the gradient of k3", got, 1 - log_u.exp(), k3.gradients(log_u), given, symptom=symptom)
+    examiner.compare(3, "the gradient of k3", gradient(weights) / weights, 1 - log_u.exp(), given)
 
 
 @pytest.mark.points(4)
@@ -236,26 +234,11 @@ def test_task3_is_an_unbiased_estimate_of_the_kl(examiner, draw):
     exact = (log_p.exp() * (log_p - log_q)).sum()
     standard_error = got.std() / math.sqrt(got.numel())
     if (got.mean() - exact).abs() > 6 * standard_error + 1e-5:
-        mistakes = {name: value.mean() for name, value in k3.values(ref_logp - logp).items()}
-        what = "the mean of k3 over 200,000 tokens of pi_theta, which must be the KL divergence,"
-        examiner.compare(3, what, got.mean(), exact, mistakes, tolerance=1e-6)
+        what = "the mean of k3 over 200,000 tokens of pi_theta, which must be the KL divergence, is wrong"
+        examiner.wrong(3, what, differences(got.mean(), exact, {}))
 
 
 # Task 4: grpo_loss -----------------------------------------------------------------------------------------------
-
-
-def fresh_batch(draw, lengths: list[int], Tr: int, clip: float = 0.2, beta: float = 0.04) -> Batch:
-    """Unequal lengths, advantages of both signs and unequal size, ratios on both sides of both ends of the clip."""
-    N = len(lengths)
-    mask = (torch.arange(Tr) < torch.tensor(lengths)[:, None]).float()
-    logp = draw(-3, -0.5, N, Tr)
-    A = draw(0.3, 2, N) * torch.tensor([1.0, -1.0] * N)[:N]
-    old_logp = logp - draw(-0.9, 0.9, N, Tr)
-    ref_logp = logp + draw(-1.2, 1.2, N, Tr)
-    # The padding's log-probs mean nothing: make them large, but finite (infinity * 0 is NaN).
-    for values, poison in ((logp, -2.0), (old_logp, -7.0), (ref_logp, 3.0)):
-        values[mask == 0] = poison
-    return Batch(logp, old_logp, ref_logp, A, mask, clip, beta)
 
 
 def loss_as_defined(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -283,8 +266,12 @@ def check_loss(examiner, batch: Batch):
     got, gradient, _ = examiner.loss(batch)
     expected = loss_as_defined(batch)
     if not (close(got, expected[0]) and close(gradient, expected[1])):
-        symptom = partial(symptoms.of_loss, examiner.loss_again, batch, expected)
-        examiner.fail(4, loss.explain(got, gradient, expected, batch, symptom))
+        what = "the loss is right, its gradient is not" if close(got, expected[0]) else "the loss is wrong"
+        given = {"ratio": (batch.logp - batch.old_logp).exp(), "u": (batch.ref_logp - batch.logp).exp()}
+        given |= {"A": batch.advantages}
+        values = f"\n  the loss: got {got:.5f}, expected {expected[0]:.5f}; clip {batch.clip}, beta {batch.beta}"
+        values += "\n  its gradient with respect to logp" + differences(gradient, expected[1], given)[2:]
+        examiner.wrong(4, what, values)
 
 
 @pytest.mark.points(5)
@@ -337,9 +324,9 @@ def test_task4_group_without_signal_gives_no_gradient(examiner, sft):
         largest = max(weight.abs().max().item() for weight in of_weights)
         if not moved and largest > 1e-7:
             what = "a batch without signal (all advantages 0, policy = reference) must give zero gradient"
-            examiner.fail(4, f"{what}\n  the largest gradient of a weight is {largest:.2g}")
+            examiner.wrong(4, what, f"\n  the largest gradient of a weight is {largest:.2g}")
         if moved and largest < 1e-6:
-            examiner.fail(4, "a batch with signal gives zero gradient: logp must reach the loss undetached")
+            examiner.wrong(4, "a batch with signal gives zero gradient: logp must reach the loss undetached")
 
 
 @pytest.mark.points(4)
@@ -356,7 +343,8 @@ def test_task4_metrics(examiner, draw):
     log_u = (batch.ref_logp - batch.logp).double()
     for key, values in (("clip_fraction", clipped.double()), ("kl", log_u.exp() - log_u - 1), ("ratio", ratio)):
         got = examiner.metric(4, metrics, key)
-        examiner.compare(4, f"metrics[{key!r}]", got, values[own].mean(), loss.metrics(key, values, batch))
+        mistakes = loss.metrics(key, values, batch)
+        examiner.compare(4, f"metrics[{key!r}]", got, values[own].mean(), mistakes=mistakes)
 
 
 # Task 5: grpo_step -----------------------------------------------------------------------------------------------
@@ -367,39 +355,44 @@ def configuration(examiner, **changes):
     return examiner.grpo.GRPOConfig(**(values | changes))
 
 
-def check_step(examiner, sft, pairs: bool, **changes):
+def check_step(examiner, sft, far: bool = False, **changes):
     """Take one step of SGD with the student's function, and compare the weights with a replay of the same samples."""
     config, prompts = configuration(examiner, **changes), short_and_long_prompts(6)
     for seed in range(SEED, SEED + 20):
-        policy, reference = shaken(sft, seed), copy.deepcopy(sft)
+        policy, reference = shaken(sft, seed, 0.06 if far else 0.02), copy.deepcopy(sft)
         before = copy.deepcopy(policy).requires_grad_(False)
         optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-        got, metrics, calls = examiner.step(policy, reference, optimizer, prompts, config, seed)
-        expected, history = step.replay(step.RIGHT, before, reference, got, config)
-        # Once in some hundred draws a token is so much likelier under the reference that k3's exp throws the policy far
+        got, metrics = examiner.step(policy, reference, optimizer, prompts, config, seed)
+        expected, history = step.replay(before, reference, got, config)
+        # Once in some ten draws a token is so much likelier under the reference that k3's exp throws the policy far
         # off, where rounding decides what comes next. That says nothing about the student's function: draw again.
-        if all(entry["kl"] < 0.3 and entry["loss"].isfinite() for entry in history):
+        moved = not torch.equal(expected, flat(before))  # some group has a signal
+        if moved and all((entry["kl"] > 0.3) == far and entry["loss"].isfinite() for entry in history):
             break
     for key in ("loss", "clip_fraction", "kl", "ratio"):
         examiner.metric(5, metrics, key)
-    weights = flat(policy)
-    if not step.agree(weights, expected, (expected - flat(before)).norm()):
-        symptom = partial(symptoms.of_step, partial(step.is_right, examiner, sft, prompts, config), config)
-        examiner.fail(5, step.explain(weights, expected, before, reference, got, config, calls, pairs, symptom))
+    weights, start = flat(policy), flat(before)
+    length = (expected - start).norm()
+    if not step.agree(weights, expected, length):
+        moved = f"\n  they moved {(weights - start).norm() / length:.3f} times as far as they should"
+        settings = ", ".join(f"{name} {getattr(config, name)}" for name in changes)
+        examiner.wrong(5, "the weights after the step are wrong", f"{moved}\n  with {settings}")
     return metrics, history
 
 
 @pytest.mark.points(6)
 def test_task5_one_inner_step_moves_the_weights_right(examiner, sft):
-    check_step(examiner, sft, pairs=True)
-    check_step(examiner, sft, pairs=False, temperature=0.7, std=False)
+    check_step(examiner, sft, inner_steps=1)
+    check_step(examiner, sft, inner_steps=1, temperature=0.7, std=False)
 
 
 @pytest.mark.points(7)
 def test_task5_several_inner_steps_on_the_same_samples(examiner, sft):
     # Without the std: the exact place of eps in it would grow over the steps, and every right place must be accepted.
-    check_step(examiner, sft, pairs=True, inner_steps=3, lr=0.03, std=False)
-    check_step(examiner, sft, pairs=False, inner_steps=2, lr=0.1, temperature=1.4, clip=0.03, beta=0.3, std=False)
+    check_step(examiner, sft, inner_steps=3, lr=0.03, std=False)
+    check_step(examiner, sft, inner_steps=2, lr=0.1, temperature=1.4, clip=0.03, beta=0.3, std=False)
+    # Far from the reference, with a KL of 0.3 and more: all inner steps are taken all the same.
+    check_step(examiner, sft, far=True, inner_steps=3, lr=0.01, clip=0.5, beta=0.0, std=False)
 
 
 @pytest.mark.points(4)
@@ -409,13 +402,13 @@ def test_task5_one_inner_step_never_clips(examiner, sft):
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)  # a rate at which a late old_logp would show at once
     config = configuration(examiner, clip=0.01)
     for iteration in range(3):
-        _, metrics, _ = examiner.step(policy, copy.deepcopy(sft), optimizer, some_prompts(8), config, seed=iteration)
+        _, metrics = examiner.step(policy, copy.deepcopy(sft), optimizer, some_prompts(8), config, seed=iteration)
         ratio, clipped = (examiner.metric(5, metrics, key) for key in ("ratio", "clip_fraction"))
         if abs(ratio - 1) > 1e-5 or clipped > 0:
             what = "with one inner step the ratio must be 1 and nothing clipped: take old_logp before the optimizer "
             what += "step, with the same model, tokens and temperature as logp, and measure no metrics after it"
             got = f"a mean ratio of {ratio:.5f} and a clip fraction of {clipped:.3f} in iteration {iteration + 1}"
-            examiner.fail(5, f"{what}\n  got {got}")
+            examiner.wrong(5, what, f"\n  got {got}")
 
 
 @pytest.mark.points(3)
@@ -425,11 +418,11 @@ def test_task5_leaves_the_reference_alone(examiner, sft):
     before = flat(policy)
     examiner.step(policy, reference, optimizer, some_prompts(4), configuration(examiner, inner_steps=1))
     if not torch.equal(flat(reference), flat(sft)):
-        examiner.fail(5, "the reference was trained: its weights must never change")
+        examiner.wrong(5, "the reference was trained: its weights must never change")
     if any(weight.grad is not None for weight in reference.parameters()):
-        examiner.fail(5, "ref_logp carries gradient into the reference: compute it under torch.no_grad()")
+        examiner.wrong(5, "ref_logp carries gradient into the reference: compute it under torch.no_grad()")
     if torch.equal(flat(policy), before):
-        examiner.fail(5, "the policy did not change: call loss.backward() and then optimizer.step()")
+        examiner.wrong(5, "the policy did not change: call loss.backward() and then optimizer.step()")
 
 
 @pytest.mark.points(3)
@@ -444,25 +437,25 @@ def test_task5_samples_the_policy_with_the_generator(examiner, sft):
 
     policy = copy.deepcopy(sft).requires_grad_()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    got, _, _ = examiner.step(policy, sft, optimizer, some_prompts(64), configuration(examiner, temperature=0.5))
+    got, _ = examiner.step(policy, sft, optimizer, some_prompts(64), configuration(examiner, temperature=0.5))
     check_temperature(examiner, 5, sft, got.prompts, got.responses, 0.5)
     first, again, other = responses(SEED), responses(SEED), responses(SEED + 1)
     ended = (first == tinylm.EOS).any(dim=1).float().mean()
     if ended < 0.8:  # of the policy's samples nearly all end in four tokens, of random ones a quarter
-        examiner.fail(5, "the samples do not come from the policy: sample from `model`, not from `ref_model`")
+        examiner.wrong(5, "the samples do not come from the policy: sample from `model`, not from `ref_model`")
     if torch.equal(first, other):
-        examiner.fail(5, "another generator gives the same samples: pass `generator` on to sample_group")
+        examiner.wrong(5, "another generator gives the same samples: pass `generator` on to sample_group")
     if not torch.equal(first, again):
-        examiner.fail(5, "the same generator gives other samples: pass `generator` on to sample_group")
+        examiner.wrong(5, "the same generator gives other samples: pass `generator` on to sample_group")
 
 
 @pytest.mark.points(3)
 def test_task5_metrics_of_the_last_inner_step(examiner, sft):
-    metrics, history = check_step(examiner, sft, pairs=False, inner_steps=3, lr=0.03, std=False)
+    metrics, history = check_step(examiner, sft, inner_steps=3, lr=0.03, std=False)
     for key in ("loss", "clip_fraction", "kl", "ratio"):
         of_steps = torch.stack([entry[key] for entry in history])
         got, mistakes = examiner.metric(5, metrics, key), step.metrics(key, of_steps)
-        examiner.compare(5, f"metrics[{key!r}]", got, of_steps[-1], mistakes, tolerance=1e-3)
+        examiner.compare(5, f"metrics[{key!r}]", got, of_steps[-1], mistakes=mistakes, tolerance=1e-3)
 
 
 @pytest.mark.points(4)
@@ -480,4 +473,4 @@ def test_task5_training_raises_the_accuracy(examiner, sft):
     if not after - before >= 0.06:  # also when it is NaN
         got = f"after 100 iterations the sampled accuracy went from {before:.3f} to {after:.3f}"
         hint = "it should gain at least 0.06 (the reference gains about 0.2). Look at the other tests of task 5 first"
-        examiner.fail(5, f"{got}; {hint}")
+        examiner.wrong(5, f"{got}; {hint}")

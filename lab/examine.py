@@ -5,51 +5,25 @@ and returns it for a test to compare. The tests decide; `lab/diagnose/` knows wh
 """
 
 import copy
+import functools
 import math
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import tinylm
-from lab.inputs import SEED
+from lab.diagnose import Mistakes, advantages, close, k3, loss, samples, step
+from lab.diagnose.calls import Calls, twice_through_a_graph, watched
+from lab.diagnose.errors import describe
+from lab.inputs import SEED, Batch
 
 NAMES = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
 SAMPLES = ("prompts", "responses", "mask", "rewards", "texts")  # the fields of `grpo.Samples`
-HINTS = {  # words of an error of torch's -> the tasks in which they mean something, and what
-    "backward through the graph a second time": (
-        (5,),
-        "a graph is gone through twice: logp is to be computed anew in each inner step, with gradient; old_logp and "
-        "ref_logp once, before the loop, under torch.no_grad()",
-    ),
-    "must match the size": (
-        (4, 5),
-        "tensors of different shapes meet; a number per response [N] broadcasts over the tokens [N, Tr] as [N, 1]",
-    ),
-    "does not require grad": ((4, 5), "the loss does not depend on logp: something was detached, or under no_grad"),
-    "modified by an inplace operation": ((3, 4, 5), "a tensor that the backward pass needs was changed in place"),
-    "Inference tensors cannot be saved": ((5,), "leave torch.inference_mode with a clone(), or use torch.no_grad()"),
-}
-Mistakes = dict[str, Tensor]  # the name of a mistake -> the value it gives
-
-
-@dataclass
-class Calls:
-    """What a step called: the number of rows of each `tinylm.generate`, and how often `optimizer.step`."""
-
-    sampled: list[int]
-    stepped: int
-
-
-def close(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
-    """Equal shapes, and values equal to `tolerance`, relative and absolute."""
-    return got.shape == expected.shape and torch.allclose(got.double(), expected.double(), tolerance, tolerance)
+Given = dict[str, Tensor | list]  # what a wrong value was computed from, row by row
 
 
 def rounded(values: Tensor) -> str:
@@ -63,22 +37,25 @@ def rounded(values: Tensor) -> str:
     return f"[{', '.join(rows)}{cut}]"
 
 
-def first_difference(got: Tensor, expected: Tensor, tolerance: float = 1e-4) -> str:
-    """Where the first wrong number stands: ", first at row 2, token 1"."""
-    if got.shape != expected.shape or got.dim() == 0:
-        return ""
-    places = (~torch.isclose(got.double(), expected.double(), tolerance, tolerance)).nonzero().tolist()
-    words = [f"{axis} {i}" for place in places[:1] for axis, i in zip(("row", "token"), place, strict=False)]
-    return f", first at {', '.join(words)}" if words else ""
+def differences(got: Tensor, expected: Tensor, given: Given, tolerance: float = 1e-4) -> str:
+    """Got and expected where they differ, with what they were computed from: of a vector the first three rows that do,
+    a line each; of a matrix the first one.
+    """
+    if got.dim() not in (1, 2) or got.shape != expected.shape:
+        return f"\n  got {rounded(got)}, expected {rounded(expected)}"
+    wrong = ~torch.isclose(got.double(), expected.double(), tolerance, tolerance)
+    rows = (wrong.any(dim=1) if wrong.dim() == 2 else wrong).nonzero().flatten().tolist()
+    columns = given | {"got": got, "expected": expected}
+    if got.dim() == 1:
+        lines = [f"row {i}: {', '.join(f'{name} {shown(of[i])}' for name, of in columns.items())}" for i in rows[:3]]
+    else:
+        lines = [f"in row {i}, the first of {len(rows)} wrong ones (of {len(got)}):" for i in rows[:1]]
+        lines += [f"  {name:<9} {shown(of[i])}" for i in rows[:1] for name, of in columns.items()]
+    return "".join(f"\n  {line}" for line in lines)
 
 
-def describe(task: int, error: BaseException) -> str:
-    """What the error means in this task, where that is known; the error; and the line of grpo.py it came from."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "grpo.py"]
-    where = f"\n  at grpo.py, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    text = str(error).splitlines()[0] if str(error) else ""
-    hint = "".join(f"{hint}\n  " for words, (tasks, hint) in HINTS.items() if words in text and task in tasks)
-    return f"{hint}it raised {type(error).__name__}: {text}{where}"
+def shown(value) -> str:
+    return rounded(value) if isinstance(value, Tensor) else repr(value)
 
 
 def circumstances(policy: tinylm.TinyLM, reference: tinylm.TinyLM, optimizer, config) -> dict:
@@ -94,16 +71,65 @@ def circumstances(policy: tinylm.TinyLM, reference: tinylm.TinyLM, optimizer, co
     }
 
 
+def slope(value: Tensor, logp: Tensor) -> Tensor:
+    """The gradient of a scalar with respect to logp, in float64; 0 where there is none."""
+    (found,) = torch.autograd.grad(value, logp, allow_unused=True) if value.requires_grad else (None,)
+    return torch.zeros_like(logp).double() if found is None else found.double()
+
+
+def kinds(returned) -> str:
+    """The types of what was returned: "(Tensor, dict)"."""
+    if isinstance(returned, tuple | list):
+        return f"({', '.join(type(part).__name__ for part in returned)})"
+    return f"a {type(returned).__name__}"
+
+
+@dataclass
+class Memory:
+    """What the tests of one run have found out about one grpo.py."""
+
+    diagnoses: dict[int, str] = field(default_factory=dict)  # task -> what is wrong with its function
+    said: set[tuple[int, str]] = field(default_factory=set)  # (task, first line) of each failure
+
+
 class Examiner:
     """Calls the functions of `grpo`, the module under test. A failure ends the test; no traceback unless asked for."""
 
-    def __init__(self, grpo: ModuleType, with_traceback: bool):
-        self.grpo, self.with_traceback = grpo, with_traceback
+    def __init__(self, grpo: ModuleType, sft: tinylm.TinyLM, memory: Memory, with_traceback: bool = False):
+        self.grpo, self.sft, self.memory, self.with_traceback = grpo, sft, memory, with_traceback
         self.fix_first = ""  # what an earlier task, on which this one builds, does wrong
+        self.calls = Calls()  # of the step that runs, or ran last
 
     def fail(self, task: int, message: str):
-        """End the test with "Task N (function): message"."""
-        pytest.fail(f"Task {task} ({NAMES[task]}): {message}", pytrace=self.with_traceback)
+        """End the test with "Task N (function): message"; where the first line has been said, without the others."""
+        first, *others = message.splitlines()
+        if others and (task, first) in self.memory.said:
+            others = ["  as above"]
+        self.memory.said.add((task, first))
+        pytest.fail("\n".join([f"Task {task} ({NAMES[task]}): {first}", *others]), pytrace=self.with_traceback)
+
+    def wrong(self, task: int, what: str, values: str = ""):
+        """End the test, as a value is wrong: with what is wrong with the whole function, where that is known, and
+        otherwise with `what` the test has found; then the values.
+        """
+        self.fail(task, (self.diagnosis(task) or what) + values)
+
+    def diagnosis(self, task: int) -> str:
+        """What is wrong with the task's function, in the same words in all tests; "" if that is not known."""
+        if task not in self.memory.diagnoses:
+            again = functools.partial(self.quietly, task)
+            diagnose = {
+                1: lambda: samples.diagnose(again, self.sft),
+                2: lambda: advantages.diagnose(self.value_again),
+                3: lambda: k3.diagnose(self.k3_again),
+                4: lambda: loss.diagnose(self.loss_again),
+                5: lambda: step.diagnose(self.step_again, self.grpo.GRPOConfig, self.sft),
+            }
+            try:
+                self.memory.diagnoses[task] = diagnose[task]()
+            except Exception:  # what a student's function returns is beyond foreseeing; the test's own words remain
+                self.memory.diagnoses[task] = ""
+        return self.memory.diagnoses[task]
 
     def call(self, task: int, *args):
         """Call the task's function, and see that it returns something and leaves its inputs as they were."""
@@ -119,7 +145,7 @@ class Examiner:
         except NotImplementedError as error:
             problem = str(error) or "is not written yet: open grpo.py"
         except (Exception, SystemExit) as error:
-            problem = describe(task, error)
+            problem = describe(error, function, self.meaning(error))
         if problem:  # outside of the handler, so that pytest does not print the student's exception a second time
             own = f"Task {task} ({NAMES[task]}) "
             if problem.startswith(own):
@@ -142,12 +168,28 @@ class Examiner:
                 hint = ": do not average or sum here"
             elif got.numel() == math.prod(shape):
                 hint = ": the count is right, so only the last reshape is missing"
-            self.fail(task, f"{what} has shape {tuple(got.shape)}, expected {shape}{hint}")
+            shapes = f"\n  got {list(got.shape)}, expected {list(shape)}"
+            self.fail(task, f"{what} has another shape than it should{hint}{shapes}")
         if floating and not got.is_floating_point():
             self.fail(task, f"{what} has dtype {got.dtype}, expected a floating-point one such as torch.float32")
         if floating and not got.isfinite().all():
             self.fail(task, f"{what} holds {'NaN' if got.isnan().any() else 'infinity'}: {rounded(got)}")
         return got.detach().double() if floating else got.detach()
+
+    def meaning(self, error: BaseException) -> str:
+        """What an error means that the order of the calls explains."""
+        return twice_through_a_graph(self.calls) if "graph a second time" in str(error) and self.calls.order else ""
+
+    def gradient(self, task: int, value: Tensor, logp: Tensor) -> Tensor | None:
+        """The gradient of a scalar with respect to logp, None if there is none."""
+        problem = None
+        try:
+            (found,) = torch.autograd.grad(value, logp, allow_unused=True)
+        except RuntimeError as error:
+            problem = describe(error, getattr(self.grpo, NAMES[task]))
+        if problem:
+            self.fail(task, problem)
+        return found
 
     def compare(
         self,
@@ -155,23 +197,23 @@ class Examiner:
         what: str,
         got: Tensor,
         expected: Tensor,
-        mistakes: Mistakes,
-        given: str = "",
+        given: Given | None = None,
         tolerance: float = 1e-4,
+        mistakes: Mistakes | None = None,
         symptom: Callable[[], str] = str,
     ) -> None:
-        """Fail unless got = expected: name the mistake whose value came instead, or say what is seen, or at least the
-        first place that differs.
+        """Fail unless got = expected, with the rows that differ. Where nothing is known of the whole function: name the
+        mistake whose value came instead, or say what is seen, or at least that it is wrong.
         """
         if close(got, expected, tolerance):
             return
-        values = f"\n  got       {rounded(got)}\n  expected  {rounded(expected)}"
-        values += f"\n  for       {given}" if given else ""
-        for name, value in mistakes.items():
-            if not close(value, expected, tolerance) and close(got, value, tolerance):
-                self.fail(task, f"{name}{values}")
-        seen = symptom() or f"{what} is wrong{first_difference(got, expected, tolerance)}"
-        self.fail(task, f"{seen}{values}")
+        known = (
+            name
+            for name, value in (mistakes or {}).items()
+            if not close(value, expected, tolerance) and close(got, value, tolerance)
+        )
+        seen = self.diagnosis(task) or next(known, "") or symptom() or f"{what} is wrong"
+        self.fail(task, seen + differences(got, expected, given or {}, tolerance))
 
     # Called again, to see what a wrong value depends on: here nothing fails, None stands for all that goes wrong -----
 
@@ -182,27 +224,39 @@ class Examiner:
         except Exception:  # of any type, as it is a student's
             return None
 
-    def value_again(self, task: int, *args) -> Tensor | None:
-        """A tensor of the first argument's shape, in float64."""
-        got = self.quietly(task, *args)
-        return got.detach().double() if isinstance(got, Tensor) and got.shape == args[0].shape else None
+    def value_again(self, rewards: Tensor, *args) -> Tensor | None:
+        """Advantages, in float64."""
+        got = self.quietly(2, rewards, *args)
+        return got.detach().double() if isinstance(got, Tensor) and got.shape == rewards.shape else None
 
-    def loss_again(self, batch) -> tuple[Tensor, Tensor] | None:
-        """(the loss, its gradient with respect to logp)."""
+    def k3_again(self, logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor] | None:
+        """k3, and the gradient of its sum with respect to logp."""
+        logp = logp.clone().requires_grad_()
+        got = self.quietly(3, logp, ref_logp)
+        if not isinstance(got, Tensor) or got.shape != logp.shape:
+            return None
+        return got.detach().double(), slope(got.sum(), logp)
+
+    def loss_again(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The loss, and its gradient with respect to logp."""
         logp = batch.logp.clone().requires_grad_()
         args = (logp, batch.old_logp, batch.ref_logp, batch.advantages, batch.mask, batch.clip, batch.beta)
-        try:
-            loss, _ = self.quietly(4, *args)
-            (gradient,) = torch.autograd.grad(loss, logp)
-        except Exception:
+        returned = self.quietly(4, *args)
+        loss = returned[0] if isinstance(returned, tuple | list) and returned else None
+        if not isinstance(loss, Tensor) or loss.dim():
             return None
-        return loss.detach().double(), gradient.double()
+        try:
+            return loss.detach().double(), slope(loss, logp)
+        except RuntimeError:
+            return None
 
     def step_again(self, policy, reference, optimizer, prompts: Tensor, config):
-        """The samples of a step."""
-        returned = self.quietly(5, policy, reference, optimizer, prompts, config, torch.Generator().manual_seed(SEED))
+        """The samples of a step, and what it called."""
+        with watched(self.grpo, policy, optimizer) as calls:
+            generator = torch.Generator().manual_seed(SEED)
+            returned = self.quietly(5, policy, reference, optimizer, prompts, config, generator)
         samples = returned[0] if isinstance(returned, tuple | list) and returned else None
-        return samples if all(hasattr(samples, name) for name in SAMPLES) else None
+        return (samples, calls) if all(hasattr(samples, name) for name in SAMPLES) else None
 
     # The five functions ------------------------------------------------------------------------------------------
 
@@ -217,19 +271,18 @@ class Examiner:
         self.tensor(1, "samples.prompts", samples.prompts, (N, Tp), floating=False)
         self.tensor(1, "samples.responses", samples.responses, (N, Tr), floating=False)
         if isinstance(samples.mask, Tensor) and tuple(samples.mask.shape) == (N, Tp + Tr):
-            shapes = f"shape {(N, Tp + Tr)}; it must cover the response, {(N, Tr)}"
-            self.fail(1, f"samples.mask covers the prompt too, {shapes}")
+            self.fail(1, "samples.mask covers the prompt too: its shape must be that of the responses, [N, Tr]")
         self.tensor(1, "samples.mask", samples.mask, (N, Tr), floating=False)
         self.tensor(1, "samples.rewards", samples.rewards, (N,))
         if not isinstance(samples.texts, list | tuple) or len(samples.texts) != N:
             self.fail(1, f"samples.texts must be a list of N = {N} strings, one per response")
         return samples
 
-    def advantages(self, rewards: Tensor, G: int, normalize_std: bool = True, nan: str = "") -> Tensor:
-        """Advantages [N]. `nan`: what it means if one of them is NaN."""
+    def advantages(self, rewards: Tensor, G: int, normalize_std: bool = True) -> Tensor:
+        """Advantages [N]."""
         got = self.call(2, rewards, G, normalize_std)
         if isinstance(got, Tensor) and got.isnan().any():
-            self.fail(2, nan or f"the advantages hold NaN for the rewards {rounded(rewards.view(-1, G))}")
+            self.wrong(2, f"the advantages hold NaN for the rewards {rounded(rewards.view(-1, G))}")
         return self.tensor(2, "the advantages", got, (len(rewards),))
 
     def k3(self, logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -242,8 +295,7 @@ class Examiner:
             if not k3.requires_grad:
                 why = "something was detached, and the penalty could never pull the policy back"
                 self.fail(3, f"k3 carries no gradient: {why}")
-            (found,) = torch.autograd.grad((k3 * weights).sum(), logp, allow_unused=True)
-            if found is None:
+            if (found := self.gradient(3, (k3 * weights).sum(), logp)) is None:
                 self.fail(3, "k3 carries no gradient towards logp: do not detach it")
             return found.double()
 
@@ -255,13 +307,12 @@ class Examiner:
         args = (logp, batch.old_logp, batch.ref_logp, batch.advantages, batch.mask, batch.clip, batch.beta)
         returned = self.call(4, *args)
         if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], dict):
-            kind = type(returned).__name__
-            self.fail(4, f"it must return (loss, metrics), a scalar and a dict; it returned a {kind}")
+            self.fail(4, f"it must return (loss, metrics), a scalar and a dict; it returned {kinds(returned)}")
         loss, metrics = returned
         got = self.tensor(4, "the loss", loss, ())
         if not loss.requires_grad:
             self.fail(4, "the loss carries no gradient: something was detached, or turned into a number")
-        (gradient,) = torch.autograd.grad(loss, logp, allow_unused=True)
+        gradient = self.gradient(4, loss, logp)
         return got, torch.zeros_like(logp).double() if gradient is None else gradient.double(), metrics
 
     def step(
@@ -273,32 +324,25 @@ class Examiner:
         config,
         seed: int = SEED,
     ):
-        """(samples, metrics, calls) of one step of `policy`: samples of the right size, which answer the prompts; a
-        dict; and what the function called, which a message may look at, but no verdict.
-        """
+        """(samples, metrics) of one step of `policy`: samples of the right size, which answer the prompts; a dict."""
         generator, before = torch.Generator().manual_seed(seed), circumstances(policy, reference, optimizer, config)
-        with (
-            mock.patch.object(tinylm, "generate", wraps=tinylm.generate) as generate,
-            mock.patch.object(optimizer, "step", wraps=optimizer.step) as take_step,
-        ):
+        with watched(self.grpo, policy, optimizer) as self.calls:
             returned = self.call(5, policy, reference, optimizer, prompts, config, generator)
         for what, state in circumstances(policy, reference, optimizer, config).items():
             if state != before[what]:
                 self.fail(5, f"it changed {what}, which others rely on: leave it as it was")
-        rows = [call.args[1] if len(call.args) > 1 else call.kwargs["prompts"] for call in generate.call_args_list]
-        calls = Calls([len(of_one) for of_one in rows], take_step.call_count)
         if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], dict):
-            kind = type(returned).__name__
-            self.fail(5, f"it must return (samples, metrics), a Samples and a dict; it returned a {kind}")
+            self.fail(5, f"it must return (samples, metrics), a Samples and a dict; it returned {kinds(returned)}")
         samples, metrics = returned
         if not hasattr(samples, "responses") or not hasattr(samples, "rewards"):
             self.fail(5, f"the first value it returns must be the Samples, not a {type(samples).__name__}")
         expected = tinylm.decode(prompts.repeat_interleave(config.G, dim=0))
         if len(samples.rewards) != len(expected):
-            self.fail(5, f"it sampled {len(samples.rewards)} responses, expected P * config.G = {len(expected)}")
+            counts = f"\n  got {len(samples.rewards)}, expected {len(expected)}"
+            self.fail(5, f"it must sample P * config.G responses{counts}")
         if tinylm.decode(samples.prompts) != expected:
             self.fail(5, "the samples do not answer the prompts that were given, each config.G times in a row")
-        return samples, metrics, calls
+        return samples, metrics
 
     def metric(self, task: int, metrics: dict, key: str) -> Tensor:
         """metrics[key] as a detached float64 scalar; a plain number will do as well."""

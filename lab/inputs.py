@@ -1,7 +1,9 @@
-"""What the tests draw afresh in every run: prompts, and policies that do more than the starting policy does."""
+"""What the tests draw: batches for the loss, prompts, and policies that do more than the starting policy does."""
 
 import copy
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +12,40 @@ import tinylm
 from lab.start import whole_number
 
 SEED = whole_number("LAB_SEED", random.SystemRandom().randrange(10**6))  # of a test run's inputs
+
+
+@dataclass
+class Batch:
+    """The arguments of grpo_loss: logp, old_logp, ref_logp and mask [N, Tr], advantages [N], clip and beta."""
+
+    logp: Tensor
+    old_logp: Tensor
+    ref_logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    clip: float = 0.2
+    beta: float = 0.04
+
+
+def uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> Tensor:
+    """Numbers of this shape, uniform between `low` and `high`."""
+    return low + (high - low) * torch.rand(*shape, generator=generator)
+
+
+def fresh_batch(draw: Callable, lengths: list[int], Tr: int, clip: float = 0.2, beta: float = 0.04) -> Batch:
+    """A response of each of the `lengths`, advantages of both signs and unequal size, ratios on both sides of both ends
+    of the clip. draw(a, b, *shape) is uniform between a and b.
+    """
+    N = len(lengths)
+    mask = (torch.arange(Tr) < torch.tensor(lengths)[:, None]).float()
+    logp = draw(-3, -0.5, N, Tr)
+    A = draw(0.3, 2, N) * torch.tensor([1.0, -1.0] * N)[:N]
+    old_logp = logp - draw(-0.9, 0.9, N, Tr)
+    ref_logp = logp + draw(-1.2, 1.2, N, Tr)
+    # The padding's log-probs mean nothing: make them large, but finite (infinity * 0 is NaN).
+    for values, poison in ((logp, -2.0), (old_logp, -7.0), (ref_logp, 3.0)):
+        values[mask == 0] = poison
+    return Batch(logp, old_logp, ref_logp, A, mask, clip, beta)
 
 
 def some_prompts(count: int) -> Tensor:

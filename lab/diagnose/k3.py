@@ -1,9 +1,11 @@
 """Task 3: k3, and other functions of the log-ratio that a student may have computed."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from lab.examine import Mistakes, close
+from lab.diagnose import Seen, named, symptoms
 
 
 def k3_of(log_u: Tensor) -> Tensor:
@@ -42,17 +44,36 @@ WRONG = {  # each gives what k3_kl would return, from log_u = ref_logp - logp
 }
 
 
-def values(log_u: Tensor) -> Mistakes:
-    """What the mistakes give in place of k3."""
-    return {name: wrong(log_u) for name, wrong in WRONG.items()}
+def k3_with(wrong: Callable[[Tensor], Tensor], logp: Tensor, ref_logp: Tensor) -> tuple[Tensor, Tensor]:
+    """What a function of the log-ratio gives in place of k3, and in place of its gradient with respect to logp."""
+    leaf = (ref_logp - logp).double().requires_grad_()
+    value = wrong(leaf)
+    return value.detach(), -torch.autograd.grad(value.sum(), leaf)[0]
 
 
-def gradients(log_u: Tensor) -> Mistakes:
-    """What those whose value is right give in place of the gradient of k3 with respect to logp, 1 - u."""
-    found = {}
-    for name, wrong in WRONG.items():
-        if not close(wrong(log_u), k3_of(log_u)):
-            continue
-        leaf = log_u.clone().requires_grad_()
-        found[name] = -torch.autograd.grad(wrong(leaf).sum(), leaf)[0]
-    return found
+def probes() -> list[tuple[Tensor, Tensor]]:
+    """(logp, ref_logp) with u from 1/12 to 12, and with u from 1/300 to 3,000. Near 1 many functions agree."""
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.tensor([[1.0, -1, 1], [-1, 1, -1]])
+    ref_logp = -3 - 3 * torch.rand(2, 3, generator=generator)
+    near = ref_logp - signs * (0.5 + 2 * torch.rand(2, 3, generator=generator))
+    return [(near, ref_logp), (ref_logp - signs * torch.tensor([[4.0, 5, 6], [5.5, 7, 8]]), ref_logp)]
+
+
+def diagnose(call: Callable[..., tuple[Tensor, Tensor] | None]) -> str:
+    """What is wrong with a k3_kl; `call` gives its value and gradient with respect to logp, or None where it raises.
+    "" if it is right.
+    """
+    seen = [Seen(given, got, k3_with(k3_of, *given)) for given in probes() if (got := call(*given)) is not None]
+    wrong = [probe for probe in seen if not probe.is_right]
+    if not wrong:
+        return ""
+    mistakes = [(name, lambda *given, wrong=wrong: k3_with(wrong, *given)) for name, wrong in WRONG.items()]
+    values = [Seen(probe.given, probe.got[:1], probe.right[:1]) for probe in seen]
+    if name := named(mistakes, seen):
+        return name
+    if all(probe.is_right for probe in values):  # then it is the gradient
+        (logp, ref_logp), (_, got), (_, right) = wrong[0].given, wrong[0].got, wrong[0].right
+        return symptoms.sides("the gradient of k3", got, right, (ref_logp - logp).double())
+    only_values = ((name, lambda *given, both=both: both(*given)[:1]) for name, both in mistakes)
+    return named(only_values, values) or symptoms.of_k3(call, *wrong[0].given)

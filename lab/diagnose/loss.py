@@ -2,27 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lab.diagnose import few_deviations, joined
+from lab.diagnose import Mistakes, Seen, few_deviations, joined, named, symptoms
 from lab.diagnose.k3 import k3_of
-from lab.examine import Mistakes, close, first_difference, rounded
-
-
-@dataclass
-class Batch:
-    """The arguments of grpo_loss: logp, old_logp, ref_logp and mask [N, Tr], advantages [N], clip and beta."""
-
-    logp: Tensor
-    old_logp: Tensor
-    ref_logp: Tensor
-    advantages: Tensor
-    mask: Tensor
-    clip: float = 0.2
-    beta: float = 0.04
+from lab.inputs import Batch, fresh_batch, uniform
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -63,11 +50,11 @@ SURROGATES = {
     "the clip is in log space (exp(-clip) to exp(clip)): clip the ratio itself": lambda r, A, b: torch.minimum(
         r * A, r.clamp(math.exp(-b.clip), math.exp(min(b.clip, 700))) * A
     ),
-    "the clip works for positive advantages only: it must bind for negative ones too": lambda r, A, b: torch.where(
-        A > 0, torch.minimum(r, 0 * r + 1 + b.clip) * A, r * A
+    "the clip works for positive advantages only: its lower end, 1 - clip, binds for negative ones": lambda r, A, b: (
+        torch.where(A > 0, torch.minimum(r, 0 * r + 1 + b.clip) * A, r * A)
     ),
-    "the clip works for negative advantages only: it must bind for positive ones too": lambda r, A, b: torch.where(
-        A < 0, r.clamp(min=1 - b.clip) * A, r * A
+    "the clip works for negative advantages only: its upper end, 1 + clip, binds for positive ones": lambda r, A, b: (
+        torch.where(A < 0, r.clamp(min=1 - b.clip) * A, r * A)
     ),
     "the clip is wrong for negative advantages: take the minimum after multiplying by A": lambda r, A, b: (
         torch.minimum(r, r.clamp(1 - b.clip, 1 + b.clip)) * A
@@ -76,7 +63,9 @@ SURROGATES = {
         torch.maximum(r, r.clamp(1 - b.clip, 1 + b.clip)) * A
     ),
     "clip is ignored, a fixed 0.2 stands in its place": lambda r, A, b: torch.minimum(r * A, r.clamp(0.8, 1.2) * A),
-    "the lower end of the clip is 0, not 1 - clip": lambda r, A, b: torch.minimum(r * A, r.clamp(0, 1 + b.clip) * A),
+    "ratio * A is clipped: clip the ratio, then multiply by A": lambda r, A, b: torch.minimum(
+        r * A, (r * A).clamp(1 - b.clip, 1 + b.clip)
+    ),
     "the upper end of the clip is 1, not 1 + clip": lambda r, A, b: torch.minimum(r * A, r.clamp(1 - b.clip, 1) * A),
     "the clip reaches from -clip to clip: it is 1 - clip to 1 + clip": lambda r, A, b: torch.minimum(
         r * A, r.clamp(-b.clip, b.clip) * A
@@ -150,14 +139,14 @@ AVERAGES = {
     "the padding is summed too, before dividing by the length: multiply by the mask": lambda x, b: (
         x.sum(1) / b.mask.sum(1)
     ).mean(),
+    "each response is divided by the number of tokens of the whole batch: divide by its own": lambda x, b: (
+        (x * b.mask).sum(1) / b.mask.sum()
+    ).mean(),
     "a response's tokens are summed: divide by their number": lambda x, b: (x * b.mask).sum(1).mean(),
     "the responses are summed: average over them": lambda x, b: ((x * b.mask).sum(1) / b.mask.sum(1)).sum(),
     "everything is summed: average over a response's tokens, then over responses": lambda x, b: (x * b.mask).sum(),
     "all is divided by the length of the longest response: divide each by its own": lambda x, b: (
         (x * b.mask).sum(1) / b.mask.sum(1).max()
-    ).mean(),
-    "all is divided by the mean length: divide each response by its own": lambda x, b: (
-        (x * b.mask).sum(1) / b.mask.sum(1).mean()
     ).mean(),
     "the average runs over responses first, token by token: it runs over a response's own tokens first": lambda x, b: (
         (x * b.mask).sum(0) / b.mask.sum(0).clamp(min=1)
@@ -192,7 +181,7 @@ SIGNS = {
     "": -1.0,
     "the loss is not negated: optimizers minimise, and the objective is to be maximised": 1.0,
 }
-LOSS_PARTS = (RATIOS, SURROGATES, ADVANTAGES, PENALTIES, AVERAGES, SIGNS)
+PARTS = (RATIOS, SURROGATES, ADVANTAGES, PENALTIES, AVERAGES, SIGNS)
 
 
 def loss_with(names: tuple, batch: Batch) -> tuple[Tensor, Tensor] | None:
@@ -200,9 +189,7 @@ def loss_with(names: tuple, batch: Batch) -> tuple[Tensor, Tensor] | None:
     leaf = batch.logp.detach().double().requires_grad_()
     b = Batch(**{name: v.double() if isinstance(v, Tensor) else v for name, v in vars(batch).items()})
     b.logp = leaf
-    ratio, surrogate, advantages, penalty, average, sign = (
-        part[name] for part, name in zip(LOSS_PARTS, names, strict=True)
-    )
+    ratio, surrogate, advantages, penalty, average, sign = (part[name] for part, name in zip(PARTS, names, strict=True))
     if (A := advantages(b)) is None:
         return None
     b.surrogate, b.penalty = surrogate(ratio(b), A, b), penalty(b)
@@ -214,58 +201,78 @@ def loss_with(names: tuple, batch: Batch) -> tuple[Tensor, Tensor] | None:
     return loss.detach(), torch.zeros_like(leaf) if gradient is None else gradient
 
 
-def name_of(loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], batch: Batch) -> str | None:
-    """The name of the mistakes, at most two, that give this loss and this gradient."""
-    for names in few_deviations(*LOSS_PARTS):
-        wrong = loss_with(names, batch)
-        if wrong is None or (close(wrong[0], expected[0]) and close(wrong[1], expected[1])):
-            continue
-        if close(loss, wrong[0]) and close(gradient, wrong[1]):
-            return joined(names)
-    return None
+def right_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(loss, gradient) as they should be."""
+    return loss_with(("",) * len(PARTS), batch)
 
 
-def explain(
-    loss: Tensor, gradient: Tensor, expected: tuple[Tensor, Tensor], batch: Batch, symptom: Callable[[], str] = str
-) -> str:
-    """What is wrong with a loss and its gradient, of which at least one is not as expected. `symptom` says what is seen
-    where no mistake is known.
+def probes() -> list[Batch]:
+    """Batches that tell the mistakes from one another: lengths equal and not, N = Tr, a row without signal, a clip that
+    never binds, no penalty and a large one.
     """
-    if loss == 0 and not gradient.any():
+    draw = partial(uniform, torch.Generator().manual_seed(1))
+    square = fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5)
+    square.advantages[1] = 0
+    return [
+        fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.3, beta=0.1),
+        fresh_batch(draw, [5, 5, 5, 5, 5, 5], Tr=5, beta=0.0),
+        square,
+        fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0),
+    ]
+
+
+def diagnose(call: Callable[[Batch], tuple[Tensor, Tensor] | None]) -> str:
+    """What is wrong with a grpo_loss; `call` gives its loss and gradient with respect to logp, or None where it raises.
+    "" if it is right.
+    """
+    seen = [Seen((batch,), got, right_of(batch)) for batch in probes() if (got := call(batch)) is not None]
+    wrong = [probe for probe in seen if not probe.is_right]
+    if not wrong:
+        return ""
+    if not any(value.any() for probe in seen for value in probe.got):
         return "the loss and its gradient are 0: is the mask the wrong way round, or all set to zero?"
-    values = f"\n  loss: got {loss:.5f}, expected {expected[0]:.5f}"
-    values += f"\n  gradient with respect to logp: got {rounded(gradient)}\n  expected {rounded(expected[1])}"
-    values += f"\n  clip {batch.clip}, beta {batch.beta}, advantages {rounded(batch.advantages)}"
-    if name := name_of(loss, gradient, expected, batch):
-        return name + values
-    if not gradient.any():
-        return f"the gradient of the loss is zero: logp must reach the loss undetached{values}"
-    seen = symptom()
-    if not seen and close(loss, expected[0]):
-        seen = f"the loss is right, its gradient is not{first_difference(gradient, expected[1])}"
-    return (seen or f"the loss is wrong{first_difference(gradient, expected[1])} of its gradient") + values
+    mistakes = ((joined(names), lambda batch, names=names: loss_with(names, batch)) for names in few_deviations(*PARTS))
+    if name := named(mistakes, seen):
+        return name
+    if not any(probe.got[1].any() for probe in seen):
+        return "the gradient of the loss is zero: logp must reach the loss undetached"
+    return symptoms.of_loss(call, right_of, *wrong[0].given)
+
+
+# Metrics ---------------------------------------------------------------------------------------------------------
+
+
+def outside(batch: Batch) -> Tensor:
+    """Where the ratio is outside of the clip [N, Tr]."""
+    ratio = (batch.logp - batch.old_logp).exp()
+    return (ratio < 1 - batch.clip) | (ratio > 1 + batch.clip)
+
+
+def tied(batch: Batch) -> Tensor:
+    """Where the clipped term is smaller than the other, or equal to it [N, Tr]."""
+    ratio, A = (batch.logp - batch.old_logp).exp(), batch.advantages[:, None]
+    return ratio.clamp(1 - batch.clip, 1 + batch.clip) * A <= ratio * A
+
+
+METRICS = {  # each gives a metric from what it is the mean of, [N, Tr], and which tokens are the policy's own, [N, Tr]
+    "counts the padding: take the mean over own tokens": lambda values, own, b: values.mean(),
+    "is a mean of each response's mean: take one mean over all own tokens": lambda values, own, b: (
+        (values * own).sum(1) / own.sum(1)
+    ).mean(),
+    "is a sum: take the mean over own tokens": lambda values, own, b: values[own].sum(),
+    "is multiplied by beta: it is the plain mean of k3": lambda values, own, b: b.beta * values[own].mean(),
+}
+CLIP_FRACTION = {
+    "counts every ratio outside the interval: count those tokens whose clipped term is the smaller one, which lose "
+    "their gradient": lambda values, own, b: outside(b)[own].double().mean(),
+    "counts ties (<=): count those tokens whose clipped term is the smaller one": lambda values, own, b: (
+        tied(b)[own].double().mean()
+    ),
+    "is the share that is not clipped": lambda values, own, b: 1 - values[own].mean(),
+}
 
 
 def metrics(key: str, values: Tensor, batch: Batch) -> Mistakes:
     """What mistakes make of the metric `key`, whose mean over own tokens is that of `values` [N, Tr]."""
-    own = batch.mask.bool()
-    per_response = ((values * own).sum(1) / own.sum(1)).mean()
-    found = {
-        f"metrics[{key!r}] counts the padding: take the mean over own tokens": values.mean(),
-        f"metrics[{key!r}] is a mean of each response's mean: take one mean over all own tokens": per_response,
-        f"metrics[{key!r}] is a sum: take the mean over own tokens": values[own].sum(),
-        f"metrics[{key!r}] is multiplied by beta: it is the plain mean of k3": batch.beta * values[own].mean(),
-    }
-    if key == "clip_fraction":
-        ratio, A = (batch.logp - batch.old_logp).exp().double(), batch.advantages[:, None]
-        low, high = 1 - batch.clip, 1 + batch.clip
-        outside, ties = (ratio < low) | (ratio > high), ratio.clamp(low, high) * A <= ratio * A
-        found |= {
-            "metrics['clip_fraction'] counts every ratio outside the interval: count those tokens whose clipped "
-            "term is the smaller one, which lose their gradient": outside[own].double().mean(),
-            "metrics['clip_fraction'] counts ties (<=): count those tokens whose clipped term is the smaller one": (
-                ties[own].double().mean()
-            ),
-            "metrics['clip_fraction'] is the share that is not clipped": 1 - values[own].mean(),
-        }
-    return found
+    table = METRICS | (CLIP_FRACTION if key == "clip_fraction" else {})
+    return {f"metrics[{key!r}] {name}": wrong(values, batch.mask.bool(), batch) for name, wrong in table.items()}

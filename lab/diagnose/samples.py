@@ -1,10 +1,12 @@
-"""Task 1: samples, and what known mistakes make of their rewards, their mask and their tokens."""
+"""Task 1: samples, and what known mistakes make of their rows, their draws, their rewards and their mask."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import tinylm
-from lab.examine import Mistakes
+from lab.inputs import SEED, some_prompts
 
 
 def first_row(got: list[str], expected: list[str]) -> str:
@@ -13,17 +15,40 @@ def first_row(got: list[str], expected: list[str]) -> str:
     return f"at row {row}: got {got[row]!r}, expected {expected[row]!r}"
 
 
-def explain_prompts(got: list[str], rows: list[str], tiled: list[str]) -> str:
-    """What is wrong with the prompts of the samples, which should be `rows`; `tiled` are those of a b a b."""
-    if got == tiled:
+def draws(model: tinylm.TinyLM, prompts: Tensor, G: int, got) -> str:
+    """What is wrong with the responses of the samples `got` of P prompts, if they are not G draws of each; or ""."""
+    responses, P = got.responses, len(prompts)
+    if torch.equal(responses, tinylm.generate(model, got.prompts, greedy=True)):
+        return "every response is the greedy one: draw the tokens at random, from softmax(logits / temperature)"
+    groups = responses.view(P, G, -1)
+    if (groups == groups[:, :1]).all():
+        return "one response is copied G times: draw G responses of their own for each prompt"
+    if (groups == groups[:1]).all():
+        return "different prompts got the very same responses"
+    mask = tinylm.response_mask(responses)
+    logp, of_tiled = (
+        (tinylm.token_logp(model, rows, responses) * mask).sum(dim=1).mean()
+        for rows in (got.prompts, prompts.repeat(G, 1))
+    )
+    if of_tiled > logp + 1:
+        order = "the responses are in the order a b a b, samples.prompts in the order a a b b"
+        return f"{order}: generate for all rows at once, prompts.repeat_interleave(G, dim=0)"
+    return ""
+
+
+def diagnose(call: Callable, model: tinylm.TinyLM) -> str:
+    """What is wrong with the rows and the draws of a sample_group; `call` gives its Samples, or None where it raises.
+    "" if they are right.
+    """
+    prompts, G = some_prompts(16), 8
+    if (got := call(model, prompts, G, 1.0, torch.Generator().manual_seed(SEED))) is None:
+        return ""
+    rows, got_rows = tinylm.decode(prompts.repeat_interleave(G, dim=0)), tinylm.decode(got.prompts)
+    if got_rows == tinylm.decode(prompts.repeat(G, 1)):
         return "the rows are interleaved (a, b, a, b): repeat each prompt G times in a row (a, a, b, b)"
-    return f"samples.prompts is wrong {first_row(got, rows)}"
-
-
-def explain_texts(got: list[str], texts: list[str]) -> str:
-    """What is wrong with the texts of the samples."""
-    what = "samples.texts is not what tinylm.decode_and_strip_padding gives for the responses"
-    return f"{what}, first {first_row(got, texts)}"
+    if got_rows != rows:
+        return f"samples.prompts is wrong {first_row(got_rows, rows)}"
+    return draws(model, prompts, G, got)
 
 
 def scores(prompts: list[str], responses: list[str]) -> Tensor:
@@ -32,51 +57,73 @@ def scores(prompts: list[str], responses: list[str]) -> Tensor:
     return torch.tensor([tinylm.reward(prompt, response) for prompt, response in pairs], dtype=torch.float64)
 
 
-def rewards(prompts: list[str], G: int, responses: list[str]) -> Mistakes:
-    """What mistakes make of the rewards of N responses to P prompts, G to each in a row."""
-    rows, tiled = [prompt for prompt in prompts for _ in range(G)], prompts * G
-    right = scores(rows, responses)
-    digits = [text.rstrip("$") for text in responses]
+def lenient(rows: list[str], responses: list[str]) -> Tensor:
+    """Rewards of a verifier that looks at the number alone, not at how it is written, and whether it ended."""
     sums = [sum(map(int, prompt.rstrip("=").split("+"))) for prompt in rows]
-    lenient = [float(text.isdigit() and int(text) == total) for text, total in zip(digits, sums, strict=True)]
-    other = "the rewards score the answers against the wrong prompt"
-    return {
-        f"{other}s: row i*G + j answers prompt i": scores(tiled, responses),
-        "the rewards stand in the wrong order: they must stay row by row": right.view(-1, G).T.flatten(),
-        f"{other}, the next one's": scores(rows[G:] + rows[:G], responses),
-        f"{other}, the row after": scores(rows[1:] + rows[:1], responses),
-        f"{other}, the one before": scores(rows[-G:] + rows[:-G], responses),
-        "every response of a group gets the first one's reward: score each row": right[::G].repeat_interleave(G),
-        "an answer that never ended, or is not plain, was scored as right: use tinylm.reward as it is": torch.tensor(
-            lenient
-        ),
-        "the rewards are the wrong way round: 1 is for the right answer": 1 - right,
-        "the rewards are +1 and -1: 1 is for a right answer, 0 for a wrong one": 2 * right - 1,
-    }
+    digits = [text.rstrip("$") for text in responses]
+    right = [text.isdigit() and int(text) == total for text, total in zip(digits, sums, strict=True)]
+    return torch.tensor(right, dtype=torch.float64)
 
 
-def masks(responses: Tensor, right: Tensor) -> Mistakes:
-    """What mistakes make of the mask `right` of the responses [N, Tr]."""
-    is_eos = responses == tinylm.EOS
-    ones, zeros = torch.ones_like(right[:, :1]), torch.zeros_like(right[:, :1])
-    shifted = "the mask is shifted by one"
-    return {
-        "the mask drops the end-of-sequence: stopping is the policy's own token and keeps its 1": right * ~is_eos,
-        "the mask keeps the padding after the end-of-sequence: it must be 0 there": torch.ones_like(right),
-        f"{shifted}: it keeps one token too many": torch.cat([ones, right[:, :-1]], dim=1),
-        f"{shifted}: its first token is missing": torch.cat([zeros, right[:, 1:]], dim=1),
-        f"{shifted} to the right": torch.cat([zeros, right[:, :-1]], dim=1),
-        "the mask is the wrong way round: 1 is for own tokens, 0 for padding": 1 - right,
-        "the mask marks the end-of-sequence alone": is_eos.float(),
-        f"{shifted}, and its last column became the first (roll)": right.roll(1, dims=1),
-        f"{shifted}, and its first column became the last (roll)": right.roll(-1, dims=1),
-        "the mask leaves out padding that the policy itself wrote before its end: all tokens up to the "
-        "end-of-sequence are its own": (responses != tinylm.PAD).double(),
-        "the mask holds lengths or positions, not 0 and 1": right.cumsum(dim=1) * right,
-        "the mask is shifted left by one: it drops the last own token of every response": torch.cat(
-            [right[:, 1:], zeros], dim=1
-        ),
-    }
+REWARDS = {  # each from the prompts of the N rows, the responses, and G
+    "the rewards score the answers against the wrong prompts: row i*G + j answers prompt i": lambda rows, texts, G: (
+        scores(rows[::G] * G, texts)
+    ),
+    "the rewards stand in the wrong order: they must stay row by row": lambda rows, texts, G: (
+        scores(rows, texts).view(-1, G).T.flatten()
+    ),
+    "the rewards score the answers against the wrong prompt, the next one's": lambda rows, texts, G: scores(
+        rows[G:] + rows[:G], texts
+    ),
+    "the rewards score the answers against the wrong prompt, the row after": lambda rows, texts, G: scores(
+        rows[1:] + rows[:1], texts
+    ),
+    "the rewards score the answers against the wrong prompt, the one before": lambda rows, texts, G: scores(
+        rows[-G:] + rows[:-G], texts
+    ),
+    "every response of a group gets the first one's reward: score each row": lambda rows, texts, G: scores(rows, texts)[
+        ::G
+    ].repeat_interleave(G),
+    "an answer that never ended, or is not plain, was scored as right: use tinylm.reward as it is": (
+        lambda rows, texts, G: lenient(rows, texts)
+    ),
+    "the rewards are the wrong way round: 1 is for the right answer": lambda rows, texts, G: 1 - scores(rows, texts),
+    "the rewards are +1 and -1: 1 is for a right answer, 0 for a wrong one": lambda rows, texts, G: (
+        2 * scores(rows, texts) - 1
+    ),
+}
+
+
+def beside(mask: Tensor, left: float | None = None, right: float | None = None) -> Tensor:
+    """The mask [N, Tr] moved by one: a column of `left` comes in at the left, or one of `right` at the right."""
+    if left is not None:
+        return torch.cat([torch.full_like(mask[:, :1], left), mask[:, :-1]], dim=1)
+    return torch.cat([mask[:, 1:], torch.full_like(mask[:, :1], right)], dim=1)
+
+
+MASKS = {  # each from the responses [N, Tr] and their mask as it should be
+    "the mask drops the end-of-sequence: stopping is the policy's own token and keeps its 1": lambda tokens, mask: (
+        mask * (tokens != tinylm.EOS)
+    ),
+    "the mask keeps the padding after the end-of-sequence: it must be 0 there": lambda tokens, mask: torch.ones_like(
+        mask
+    ),
+    "the mask is shifted by one: it keeps one token too many": lambda tokens, mask: beside(mask, left=1),
+    "the mask is shifted by one: its first token is missing": lambda tokens, mask: (
+        mask * beside(torch.ones_like(mask), left=0)
+    ),
+    "the mask is shifted by one to the right": lambda tokens, mask: beside(mask, left=0),
+    "the mask is the wrong way round: 1 is for own tokens, 0 for padding": lambda tokens, mask: 1 - mask,
+    "the mask marks the end-of-sequence alone": lambda tokens, mask: (tokens == tinylm.EOS).double(),
+    "the mask is shifted by one, and its last column became the first (roll)": lambda tokens, mask: mask.roll(1, 1),
+    "the mask is shifted by one, and its first column became the last (roll)": lambda tokens, mask: mask.roll(-1, 1),
+    "the mask leaves out padding that the policy itself wrote before its end: all tokens up to the end-of-sequence "
+    "are its own": lambda tokens, mask: (tokens != tinylm.PAD).double(),
+    "the mask holds lengths or positions, not 0 and 1": lambda tokens, mask: mask.cumsum(dim=1) * mask,
+    "the mask is shifted left by one: it drops the last own token of every response": lambda tokens, mask: beside(
+        mask, right=0
+    ),
+}
 
 
 def greedy_count(model: tinylm.TinyLM, prompts: Tensor, greedy: Tensor, temperature: float) -> tuple[float, float]:

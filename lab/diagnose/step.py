@@ -2,41 +2,26 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import tinylm
-from lab.diagnose import few_deviations, joined, loss
+from lab.diagnose import Mistakes, few_deviations, joined, loss, symptoms
+from lab.diagnose.arguments import Taken, grouped, wrong_arguments
+from lab.diagnose.calls import unmoved
 from lab.diagnose.k3 import k3_of
-from lab.diagnose.loss import Batch
-from lab.examine import Calls, Examiner, Mistakes
-from lab.inputs import SEED, shaken
+from lab.inputs import Batch, shaken, short_and_long_prompts
 from tinylm import TinyLM
 
 History = list[dict[str, Tensor]]  # the metrics of each inner step
 
-# One choice for each part, as in task 4.
-OLD_LOGP = {
-    "": "frozen",
-    "old_logp is recomputed inside the inner loop, so the ratio is always 1: freeze it before the loop": "recomputed",
-    "old_logp is taken after the first optimizer step: take it before any step": "late",
-    "old_logp carries gradient, which cancels that of logp: compute it under torch.no_grad()": "with gradient",
-    "ref_logp stands in for old_logp: old_logp comes from the policy that sampled": "reference",
-}
-REF_LOGP = {
-    "": "reference",
-    "the reference is the policy itself: ref_logp comes from ref_model": "policy",
-    "ref_logp is recomputed from the policy at every inner step: it comes from ref_model, once": "moving policy",
-    "old_logp and ref_logp are swapped": "swapped",
-}
-STEPS = {
+STEPS = {  # how many gradient steps, of inner_steps
     "": lambda n: n,
     "only one gradient step is taken: take config.inner_steps": lambda n: 1,
     "one gradient step too many is taken": lambda n: n + 1,
     "one gradient step is missing": lambda n: n - 1,
-    "no step is taken: the weights do not change; call optimizer.step() after backward": lambda n: 0,
 }
 GRADIENTS = {
     "": "cleared",
@@ -46,38 +31,6 @@ GRADIENTS = {
     "the loss is scaled by 1 / inner_steps: each inner step takes the whole gradient": "shared",
     "the gradients of all inner steps are gathered for one optimizer step: step at each": "gathered",
 }
-TEMPERATURES = {  # the temperatures of logp, old_logp, ref_logp
-    "": lambda T: (T, T, T),
-    "config.temperature is missing in all log-probs": lambda T: (1, 1, 1),
-    "config.temperature is missing in logp": lambda T: (1, T, T),
-    "config.temperature is missing in old_logp": lambda T: (T, 1, T),
-    "config.temperature is missing in ref_logp": lambda T: (T, T, 1),
-    "config.temperature is missing in old_logp and ref_logp": lambda T: (T, 1, 1),
-    "the logits are multiplied by the temperature: divide them": lambda T: (1 / T, 1 / T, 1 / T),
-}
-SETTINGS = {
-    "": {},
-    "config.std is ignored: the advantages are always divided by the std": {"std": True},
-    "config.std is ignored: the advantages are never divided by the std": {"std": False},
-    "config.std is used the wrong way round": {"std": "inverted"},
-    "config.clip is ignored, and the default of 0.2 used": {"clip": 0.2},
-    "config.clip is not used: nothing is clipped": {"clip": 1000.0},
-    "config.beta is ignored, and the default of 0.04 used": {"beta": 0.04},
-    "config.beta is not used: there is no KL penalty": {"beta": 0.0},
-    "clip and beta are swapped": {"clip": "beta", "beta": "clip"},
-}
-SIGNALS = {
-    "": lambda rewards, A, G: A,
-    "the advantages are taken over P rows, not over G: pass config.G": lambda rewards, A, G: grouped(
-        rewards, len(rewards) // G
-    ),
-    "the rewards are used as they are: task 2 makes advantages of them": lambda rewards, A, G: rewards,
-    "the sign of the advantages is flipped: this makes right answers less likely": lambda rewards, A, G: -A,
-    "the advantages are computed over the whole batch: pass config.G": lambda rewards, A, G: (
-        (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
-    ),
-}
-MASKS = {"": lambda m: m, "the mask is not passed to the loss: padding counts": torch.ones_like}
 LOSSES = {
     "": lambda ratio, A, b: loss.SURROGATES[""](ratio, A, b) - loss.PENALTIES[""](b),
     "this is REINFORCE, logp * A: the surrogate is the clipped ratio times A, from grpo_loss": lambda ratio, A, b: (
@@ -85,41 +38,26 @@ LOSSES = {
     ),
     "this is REINFORCE without a KL penalty: take the loss from grpo_loss": lambda ratio, A, b: b.logp * A,
 }
-STEP_PARTS = (OLD_LOGP, REF_LOGP, STEPS, GRADIENTS, TEMPERATURES, SETTINGS, SIGNALS, MASKS, LOSSES)
-RIGHT = ("",) * len(STEP_PARTS)
+PARTS = (STEPS, GRADIENTS, LOSSES)
+RIGHT = ("",) * len(PARTS)
 
 
-def replay(names: tuple, policy: TinyLM, reference: TinyLM, samples, config) -> tuple[Tensor, History]:
+def replay(policy: TinyLM, reference: TinyLM, samples, config, names: tuple = RIGHT) -> tuple[Tensor, History]:
     """What grpo_step with SGD makes of `samples`, with the named choice of each part (RIGHT: as it should be): all
     weights in one row, and the metrics of each inner step.
     """
-    old, ref, steps, gradients, temperatures, settings, signal, masking, objective = (
-        part[name] for part, name in zip(STEP_PARTS, names, strict=True)
-    )
-    values = {"clip": config.clip, "beta": config.beta, "std": config.std}
-    values |= {k: {"inverted": not config.std}.get(v, getattr(config, str(v), v)) for k, v in settings.items()}
-    T_logp, T_old, T_ref = temperatures(config.temperature)
+    steps, gradients, objective = (part[name] for part, name in zip(PARTS, names, strict=True))
     model = copy.deepcopy(policy).requires_grad_()
     weights = list(model.parameters())
-    at = (samples.prompts, samples.responses)
-    A = grouped(samples.rewards, config.G, values["std"])
-    mask = masking(samples.mask.float())
-    batch = Batch(None, None, None, signal(samples.rewards, A, config.G), mask, values["clip"], values["beta"])
+    at = (samples.prompts, samples.responses, config.temperature)
     with torch.no_grad():
-        batch.old_logp = tinylm.token_logp(reference if old == "reference" else policy, *at, T_old)
-        batch.ref_logp = tinylm.token_logp(policy if ref == "policy" else reference, *at, T_ref)
-    if ref == "swapped":
-        batch.old_logp, batch.ref_logp = batch.ref_logp, batch.old_logp
+        old_logp, ref_logp = (tinylm.token_logp(m, *at) for m in (policy, reference))
+    A = grouped(samples.rewards, config.G, config.std)
+    batch = Batch(old_logp, old_logp, ref_logp, A, samples.mask.float(), config.clip, config.beta)
     history, total = [], [torch.zeros_like(weight) for weight in weights]
     last = steps(config.inner_steps) - 1
     for step in range(last + 1):
-        batch.logp = tinylm.token_logp(model, *at, T_logp)
-        if old == "with gradient":
-            batch.old_logp = batch.logp
-        elif old == "recomputed" or (old == "late" and step == 1):
-            batch.old_logp = batch.logp.detach()
-        if ref == "moving policy":
-            batch.ref_logp = batch.logp.detach()
+        batch.logp = tinylm.token_logp(model, *at)
         ratio, A = loss.RATIOS[""](batch), batch.advantages[:, None]
         value = -loss.AVERAGES[""](objective(ratio, A, batch), batch)
         gradient = torch.autograd.grad(value, weights)
@@ -141,13 +79,6 @@ def replay(names: tuple, policy: TinyLM, reference: TinyLM, samples, config) -> 
     return flat(model), history
 
 
-def grouped(rewards: Tensor, G: int, std: bool = True) -> Tensor:
-    """The advantages as the reference computes them, eps included: over several steps even 1e-4 would show."""
-    groups = rewards.float().view(-1, G)
-    centred = groups - groups.mean(1, keepdim=True)
-    return (centred / (groups.std(1, correction=0, keepdim=True) + 1e-4) if std else centred).flatten()
-
-
 def flat(model: TinyLM) -> Tensor:
     """All weights of a model in one row."""
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
@@ -158,59 +89,84 @@ def agree(a: Tensor, b: Tensor, length: Tensor) -> bool:
     return bool((a - b).norm() < 2e-3 * length)
 
 
-def is_right(examiner: Examiner, sft: TinyLM, prompts: Tensor, config, **simpler) -> bool | None:
-    """Whether the student's step moves the weights as it should where some settings are simpler (None: it raised)."""
-    policy, before = shaken(sft, SEED), shaken(sft, SEED)
-    config = dataclasses.replace(config, **simpler)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-    if (got := examiner.step_again(policy, copy.deepcopy(sft), optimizer, prompts, config)) is None:
-        return None
-    expected, _ = replay(RIGHT, before, sft, got, config)
-    return agree(flat(policy), expected, (expected - flat(before)).norm())
+def is_explained(step: Taken, names: tuple = RIGHT) -> bool:
+    """Whether the step went where the replay with these names goes."""
+    expected, _ = replay(step.before, step.reference, step.samples, step.config, names)
+    return agree(step.weights, expected, (expected - flat(step.before)).norm())
 
 
-def explain(
-    got: Tensor,
-    expected: Tensor,
-    before: TinyLM,
-    reference: TinyLM,
-    samples,
-    config,
-    calls: Calls,
-    pairs: bool,
-    symptom: Callable[[], str] = str,
-) -> str:
-    """What is wrong with the weights `got`, which are not those `expected`. `pairs`: look for two mistakes at once.
-    `symptom` says what is seen where no mistake is known.
+def scaled(step: Taken) -> str:
+    """How far the step went, if it is in the right direction."""
+    start = flat(step.before)
+    expected = replay(step.before, step.reference, step.samples, step.config)[0] - start
+    moved, length = step.weights - start, expected.norm()
+    scale = (moved @ expected / length**2).item()
+    if not scale or not agree(moved, scale * expected, length):
+        return ""
+    return f"the step has the right direction and {scale:.4g} times the right length: something scales it"
+
+
+def probes(configuration: Callable) -> list:
+    """Settings under which the mistakes tell themselves from one another. The rate is small, so that no step throws
+    the policy so far off that rounding decides what comes next.
     """
-    start = flat(before)
-    length = (expected - start).norm()
-    values = f"\n  the weights moved {(got - start).norm() / length:.3f} times as far as they should"
-    values += f"\n  with inner_steps {config.inner_steps}, clip {config.clip}, beta {config.beta}, std {config.std}, "
-    values += f"temperature {config.temperature}"
-    if calls.sampled.count(len(samples.rewards)) > 1:
-        return f"responses are sampled more than once: sample once, before the loop, and train on these{values}"
-    if not calls.stepped and (got - start).norm() > 0:
-        return f"the weights were changed without the optimizer given: call optimizer.step(){values}"
-    if (got - start).norm() == 0:
-        return f"the weights did not change: call backward() and optimizer.step(), of the optimizer given{values}"
-    scale = ((got - start) @ (expected - start) / length**2).item()
-    scaled = scale and agree(got - start, scale * (expected - start), length)
-    for names in few_deviations(*STEP_PARTS):
-        if sum(map(bool, names)) > 1 and (scaled or not pairs):
-            break  # two mistakes that happen to give a factor are a worse guess than the factor
-        wrong, _ = replay(names, before, reference, samples, config)
-        if not agree(wrong, expected, length) and agree(got, wrong, length):
-            return joined(names) + values
-    if scaled:
-        return f"the step has the right direction and {scale:.4g} times the right length: something scales it{values}"
-    return (symptom() or "the weights after the step are wrong") + values
+    one = {"inner_steps": 1, "temperature": 1.4, "clip": 0.03, "beta": 0.3, "std": False}
+    return [
+        configuration(**{"G": 4, "lr": 0.02} | one),
+        configuration(**{"G": 4, "lr": 0.02} | one | {"inner_steps": 3}),
+        configuration(G=4, lr=0.02, inner_steps=1, temperature=0.8, clip=0.05, beta=0.5, std=True),
+    ]
+
+
+def diagnose(call: Callable, configuration: Callable, sft: TinyLM) -> str:
+    """What is wrong with a grpo_step. `call(policy, reference, optimizer, prompts, config)` takes a step and gives
+    (samples, calls), or None where it raises; `configuration` is GRPOConfig. "" if it is right.
+    """
+    prompts = short_and_long_prompts(6)
+
+    def take(config) -> Taken | None:
+        policy, reference = shaken(sft, 0), copy.deepcopy(sft)
+        before = copy.deepcopy(policy).requires_grad_(False)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
+        if (returned := call(policy, reference, optimizer, prompts, config)) is None:
+            return None
+        moved = not torch.equal(flat(reference), flat(sft))
+        return Taken(before, sft, *returned, config, flat(policy), moved)
+
+    steps = [step for config in probes(configuration) if (step := take(config))]
+    wrong = [step for step in steps if not is_explained(step)]
+    return symptoms.first(reasons(steps, wrong, take)) if wrong else ""
+
+
+def reasons(steps: list[Taken], wrong: list[Taken], take: Callable) -> Iterator[str]:
+    """Why some of the steps are wrong, what is cheap to know first. `take` takes another one, with other settings."""
+    calls = [step.calls for step in steps]
+    if any(step.calls.sampled.count(len(step.samples.rewards)) > 1 for step in steps):
+        yield "responses are sampled more than once: sample once, before the loop, and train on these"
+    if all(torch.equal(step.weights, flat(step.before)) for step in steps):
+        yield unmoved(calls[-1])
+    if not any("step" in call.order for call in calls):
+        yield "the weights were changed without the optimizer given: call optimizer.step()"
+    if any(step.reference_moved for step in steps):
+        yield "the reference was trained: its weights must never change"
+    yield wrong_arguments(steps)
+    yield next((joined(n) for n in few_deviations(*PARTS) if all(is_explained(step, n) for step in steps)), "")
+    yield scaled(wrong[0])
+
+    def is_right(**simpler) -> bool | None:
+        step = take(dataclasses.replace(wrong[-1].config, **simpler))
+        return None if step is None else is_explained(step)
+
+    yield symptoms.of_step(is_right, wrong[-1].config)
+
+
+METRICS = {  # from what the metric was at each inner step
+    "is the first inner step's: return the last one's": lambda of_steps: of_steps[0],
+    "is the mean over the inner steps: return the last one's": lambda of_steps: of_steps.mean(),
+    "is the sum over the inner steps: return the last one's": lambda of_steps: of_steps.sum(),
+}
 
 
 def metrics(key: str, of_steps: Tensor) -> Mistakes:
     """What mistakes make of the metric `key`, which was of_steps [inner_steps]."""
-    return {
-        f"metrics[{key!r}] is the first inner step's: return the last one's": of_steps[0],
-        f"metrics[{key!r}] is the mean over the inner steps: return the last one's": of_steps.mean(),
-        f"metrics[{key!r}] is the sum over the inner steps: return the last one's": of_steps.sum(),
-    }
+    return {f"metrics[{key!r}] {name}": wrong(of_steps) for name, wrong in METRICS.items()}

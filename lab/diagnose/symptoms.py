@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lab.diagnose.loss import LOSS_PARTS, Batch, loss_with
-from lab.examine import close
+from lab.diagnose import close
+from lab.inputs import Batch
 
 Features = dict[str, Tensor]  # a few words -> the places that they describe, as booleans
+Loss = tuple[Tensor, Tensor]  # a loss, and its gradient with respect to logp
 
 
 def where(wrong: Tensor, features: Features) -> str:
@@ -91,7 +92,7 @@ def of_advantages(call: Callable, rewards: Tensor, G: int, normalize_std: bool) 
 
 def seen_in_advantages(call, rewards: Tensor, G: int, normalize_std: bool) -> Iterator[str]:
     def again(changed: Tensor) -> Tensor | None:
-        return call(2, changed, G, normalize_std)
+        return call(changed, G, normalize_std)
 
     base = again(rewards)
     if base is None:
@@ -125,6 +126,17 @@ def seen_in_advantages(call, rewards: Tensor, G: int, normalize_std: bool) -> It
         yield f"the advantages are {what} as large as they should be: their root mean square in a group is to be 1"
 
 
+def of_eps(call: Callable) -> str:
+    """What a group_advantages that is otherwise right does with eps, and where all rewards of a group are equal."""
+    equal = call(torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1]), 4, True)
+    small, large = (call(torch.tensor([1.0, 0, 0, 1]), 4, True, eps) for eps in (1e-4, 100.0))
+    if small is not None and large is not None and close(large - small, torch.full((4,), 100.0), 1e-2):
+        return "eps is added to the quotient: divide by (std + eps)"
+    if equal is not None and equal.isnan().any():
+        return "a group whose rewards are all equal gives NaN (0 / 0): divide by (std + eps)"
+    return ""
+
+
 # Task 3 ----------------------------------------------------------------------------------------------------------
 
 
@@ -134,20 +146,24 @@ def of_k3(call: Callable, logp: Tensor, ref_logp: Tensor) -> str:
 
 
 def seen_in_k3(call, logp: Tensor, ref_logp: Tensor) -> Iterator[str]:
-    base, log_u = call(3, logp, ref_logp), (ref_logp - logp).double()
+    def value(*args) -> Tensor | None:
+        result = call(*args)
+        return None if result is None else result[0]
+
+    base, log_u = value(logp, ref_logp), (ref_logp - logp).double()
     if base is None:
         return
     expected = log_u.exp() - log_u - 1
     if logp.numel() > 1:
         moved = logp.clone()
         moved[0, 0] -= 0.7
-        other = call(3, moved, ref_logp)
+        other = value(moved, ref_logp)
         if other is not None and not close(other.flatten()[1:], base.flatten()[1:]):
             yield "one token's log-probs move the k3 of another: it is a value for each token by itself"
-    both = call(3, logp - 1, ref_logp - 1)
+    both = value(logp - 1, ref_logp - 1)
     if both is not None and not close(both, base, 1e-3):
         yield "k3 changes where both log-probs fall by 1: it depends on their difference alone"
-    agree = call(3, logp, logp)
+    agree = value(logp, logp)
     if agree is not None and agree.abs().max() > 1e-5:
         yield f"k3 is {agree.flatten()[agree.abs().argmax()]:.4g} where the two policies agree: it must be 0"
     if base.min() < -1e-5:
@@ -214,13 +230,13 @@ CLIPPED = {  # what the gradient of the surrogate is to be, where the clip decid
 }
 
 
-def of_loss(call: Callable[[Batch], tuple[Tensor, Tensor] | None], batch: Batch, right: tuple[Tensor, Tensor]) -> str:
-    """What a wrong grpo_loss does. `call` gives (loss, gradient with respect to logp), `right` what they should be."""
-    return first(seen_in_loss(call, batch, right))
+def of_loss(call: Callable[[Batch], Loss | None], right_of: Callable[[Batch], Loss], batch: Batch) -> str:
+    """What a wrong grpo_loss does. `call` gives its loss and its gradient by logp, `right_of` the right ones."""
+    return first(seen_in_loss(call, right_of, batch))
 
 
-def seen_in_loss(call, batch: Batch, right: tuple[Tensor, Tensor]) -> Iterator[str]:
-    base = call(batch)
+def seen_in_loss(call, right_of, batch: Batch) -> Iterator[str]:
+    base, right = call(batch), right_of(batch)
     if base is None:
         return
     yield from amounts(base, right, batch)
@@ -235,10 +251,10 @@ def seen_in_loss(call, batch: Batch, right: tuple[Tensor, Tensor]) -> Iterator[s
         should = CLIPPED.get(place, "elsewhere it is right")
         yield f"the gradient of the loss is wrong exactly at tokens with {place}: {should}"
     if not (close(base[0], right[0]) and close(base[1], right[1])):
-        yield right_without(call, batch)
+        yield right_without(call, right_of, batch)
 
 
-def right_without(call, batch: Batch) -> str:
+def right_without(call, right_of, batch: Batch) -> str:
     """Which part of the loss it is: the one without which all is right."""
     logp, ones = batch.logp, torch.ones_like(batch.mask)
     simpler = {
@@ -255,13 +271,13 @@ def right_without(call, batch: Batch) -> str:
     }
     for name, (changes, part) in simpler.items():
         changed = dataclasses.replace(batch, **changes)
-        got, expected = call(changed), loss_with(("",) * len(LOSS_PARTS), changed)
+        got, expected = call(changed), right_of(changed)
         if got is not None and close(got[0], expected[0]) and close(got[1], expected[1]):
             return f"the loss is not right, but with {name} it is: look at {part}"
     return ""
 
 
-def amounts(base: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], batch: Batch) -> Iterator[str]:
+def amounts(base: Loss, right: Loss, batch: Batch) -> Iterator[str]:
     """A constant that is added, a factor of the whole, a factor of each response."""
     lengths = batch.mask.sum(dim=1)
     known = {
