@@ -4,6 +4,8 @@
     python run.py --G 2 --out pairs.png --versus grpo_tinylm.csv       an experiment, drawn beside an earlier run
     python run.py --redraw grpo_tinylm.csv pairs.csv --out both.png    earlier runs alone, without training
     python run.py --show 3                                             three groups to look at, again and again
+    python run.py --seeds 3                                            three seeds: their mean, and how far they spread
+    python run.py --explain 37+48=                                     one step, token by token, without training
     python run.py --help                                               every flag with its default
 
 In order: checks before anything is trained, training, saving, and `work`, which you may read first.
@@ -22,94 +24,101 @@ if __name__ == "__main__":  # before the imports that take seconds: a wrong flag
     ARGS = begin(PARSER)
 
 import argparse
+import copy
 import gc
-from dataclasses import fields
+import math
+from dataclasses import replace
 from types import ModuleType
 
-import torch
 from tqdm import tqdm
 
 import tinylm
 from lab import explain
 from lab.device import check_device
+from lab.explained import PARTS_MARK, STEP_MARK, look
 from lab.files import check_marked, check_run, files_of, free_name, lock_on, save_each
 from lab.flags import Parser, settings_of
 from lab.history import History, Run, first_line, print_table, read_csv, write_csv
-from lab.pictures import COLOURS, REDRAW_MARK, plot
+from lab.pictures import MOST_RUNS, REDRAW_MARK, plot
 from lab.start import find_grpo, load_grpo, outliving_readers, reason_and_status, stopped_by_signals, wants_reference
+from lab.tasks import call_tasks, config_of, is_the_labs, watched_gradient
+from lab.verifiers import verifying
 
 
 def check(args: argparse.Namespace, settings: list[str]) -> list[Run]:
     """The earlier runs to draw. Raises ValueError, before anything is trained, if something will not do."""
     earlier = args.versus + args.redraw
     new = 0 if args.redraw else 1
-    if new + len(earlier) > len(COLOURS):
-        raise ValueError(f"one picture holds {len(COLOURS)} runs at most")
-    if args.redraw and (args.show or settings != settings_of(run_parser().parse_args([]))):
-        raise ValueError("--redraw trains nothing: beside it only --out has a meaning")
+    if new + len(earlier) > MOST_RUNS:
+        raise ValueError(f"one picture holds {MOST_RUNS} runs at most")
     runs = [read_csv(path) for path in earlier]
     if args.redraw:
         check_marked(args.out, REDRAW_MARK)
-    else:
+        return runs
+    if args.explain_parts is not None:
+        check_marked(args.out, PARTS_MARK)
+    elif not args.explain:
         check_run(args.out, first_line(settings))
-        check_device(args.device)
-        find_grpo(args.solutions)
+    elif not args.text:
+        check_marked(args.out, STEP_MARK)
+    check_device(args.device)
+    find_grpo(args.solutions)
     return runs
 
 
-def call_tasks(grpo: ModuleType, model: tinylm.TinyLM) -> None:
-    """Call tasks 1 to 4 once, on two rows, so that of several stubs the first one is named."""
-    device = next(model.parameters()).device
-    two, rows = torch.ones(2, device=device), torch.ones(2, 1, device=device)
-    grpo.sample_group(model, tinylm.encode(["37+48="]).to(device), 2, generator=torch.Generator(device))
-    grpo.group_advantages(two, 2)
-    grpo.k3_kl(rows, rows)
-    grpo.grpo_loss(rows, rows, rows, two, rows)
-
-
-def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[History, int]:
-    """Train `model` in place with the functions of `grpo`. Returns the history so far and the exit status; tells on
-    stderr why it stopped early.
+def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> tuple[list[History], int]:
+    """Train `model` in place with the functions of `grpo`, and copies of it with further seeds. Returns the histories
+    so far, one for each seed, and the exit status; tells on stderr why it stopped early.
     """
-    config = grpo.GRPOConfig(**{field.name: getattr(args, field.name) for field in fields(grpo.GRPOConfig)})
+    config, start = config_of(grpo, args), copy.deepcopy(model)
     prompts = explain.shown_prompts(model, args.show, args.temperature) if args.show else None
-    history: History = []
+    histories: list[History] = []
 
     def report(row: dict[str, float]) -> None:
-        history.append(row)
         evaluated = "sampled_accuracy" in row
         line = f"iteration {row['iteration']} of {args.iters}"
+        if args.seeds > 1:
+            line += f", seed {config.seed}"
         if row["iteration"] > 0:
+            (row["gradient"],) = norm
+            if not math.isfinite(row["gradient"]):
+                raise FloatingPointError(f"the gradient is not finite at iteration {row['iteration']}: lower --lr")
             metrics = f"reward {row['reward']:.2f}, KL {row['kl']:.3f}"
             line += f": {metrics}"
             bar.set_postfix_str(metrics, refresh=False)
             bar.update()
+        histories[-1].append(row)
         if evaluated and (args.show or (bar.disable and row["iteration"] > 0)):
             accuracy = f"accuracy {row['sampled_accuracy']:.3f} sampled, {row['greedy_accuracy']:.3f} greedy"
             bar.write(f"{line}, {accuracy}")
         if evaluated and args.show:
-            bar.write(explain.show_groups(grpo, model, prompts, config))
+            bar.write(explain.show_groups(grpo, policy, prompts, config, start))
         sys.stdout.flush()
 
     try:
         call_tasks(grpo, model)
         # `disable=None` switches the bar off where there is no terminal: there, `report` prints lines instead.
-        with tqdm(total=args.iters, disable=None, leave=False) as bar:
-            grpo.train_grpo(model, config, report)
-        return history, 0
+        with tqdm(total=args.iters * args.seeds, disable=None, leave=False) as bar, watched_gradient() as norm:
+            for seed in range(args.seed, args.seed + args.seeds):
+                policy = copy.deepcopy(start) if histories else model
+                config = replace(config, seed=seed)
+                histories.append([])
+                grpo.train_grpo(policy, config, report)
+        return histories, 0
     except (NotImplementedError, ValueError) as error:
-        if not str(error).startswith(("Task", "sample_group (task 1)")):  # not the lab's: show where it comes from
+        if not is_the_labs(error):
             raise
         print(error, file=sys.stderr)
     except FloatingPointError as error:
         print(f"run.py: {error}", file=sys.stderr)
     except KeyboardInterrupt as stop:
-        if len(history) < 2:  # row 0 is the evaluation before training
+        if not histories or len(histories[0]) < 2:  # row 0 is the evaluation before training
             raise
         reason, status = reason_and_status(stop)
-        print(f"run.py: stopped by {reason} after iteration {len(history) - 1} of {args.iters}", file=sys.stderr)
-        return history, status
-    return history, 2
+        done = f"iteration {len(histories[-1]) - 1} of {args.iters}" + f", seed {config.seed}" * (args.seeds > 1)
+        print(f"run.py: stopped by {reason} after {done}", file=sys.stderr)
+        return histories, status
+    return histories, 2
 
 
 def save(model: tinylm.TinyLM, runs: list[Run], out: Path, stopped: bool, trained: bool) -> bool:
@@ -141,18 +150,23 @@ def work(parser: Parser, args: argparse.Namespace) -> int:
             parser.error(f"could not save: {error}")
         print(f"saved {args.out}")
         return 0
-    grpo = load_grpo(find_grpo(args.solutions))
-    gc.freeze()  # torch's objects are many, and stay: collecting garbage is quicker without going through them
-    model = tinylm.load_or_train_sft().to(args.device)
-    history, status = train(grpo, model, args)
-    if len(history) < 2:
+    with verifying(args.verifier):
+        grpo = load_grpo(find_grpo(args.solutions))
+        if args.explain or args.explain_parts is not None:
+            return look(grpo, args)
+        gc.freeze()  # torch's objects are many, and stay: collecting garbage is quicker without going through them
+        model = tinylm.load_or_train_sft().to(args.device)
+        histories, status = train(grpo, model, args)
+    histories = [history for history in histories if len(history) > 1]  # row 0 is the evaluation before training
+    if not histories:
         return status
-    print_table(history)
-    stopped = len(history) <= args.iters
+    stopped = len(histories) < args.seeds or len(histories[-1]) <= args.iters
     # A run that was stopped does not replace a whole one with the same settings.
     out = free_name(args.out) if stopped and args.out.exists() else args.out
-    runs = [Run(out.stem, settings, history), *earlier]
-    whole = save(model, runs, out, stopped, trained=status != 2)  # 2: the last step spoilt the weights
+    run = Run(out.stem, settings, histories[0], tuple(histories[1:]))
+    print_table(run)
+    # Status 2: the last step spoilt the weights, which are the checkpoint's where it was the first seed's.
+    whole = save(model, [run, *earlier], out, stopped, trained=status != 2 or len(histories) > 1)
     return status if whole else 2
 
 

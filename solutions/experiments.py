@@ -37,7 +37,7 @@ from calibrate import figures as measure
 
 from lab.files import whole_file
 from lab.flags import Parser, number, run_parser, settings_of
-from lab.pictures import COLOURS, KS, save_figure, smooth
+from lab.pictures import BLUE, KS, OTHERS, draw_band, save_figure, smooth
 
 OUT = HERE / "experiments.md"
 FOLDER = HERE / "experiments"  # the pictures, and the runs
@@ -65,6 +65,9 @@ VARIANTS = {
     "k2": {"kl": "k2"},
     "k1_leash": {"kl": "k1", "beta": 0.5},
     "k2_leash": {"kl": "k2", "beta": 0.5},
+    "fooled": {"verifier": "lenient"},
+    "fooled_leash": {"verifier": "lenient", "beta": 0.5},
+    "step": {"iters": 1},
 }
 COLUMNS = {  # in the tables: the key in an answer -> (heading, decimals)
     "sampled": ("sampled", 2),
@@ -372,6 +375,72 @@ EXPERIMENTS = [
         ],
     ),
     Experiment(
+        "fooled",
+        "A verifier that can be fooled",
+        ["fooled", "fooled_leash"],
+        """
+        Read the training reward and the accuracy together: which of the two does the policy see? And what has the
+        leash to do with answers that the starting policy hardly ever gives? The reward of the last 30 iterations was
+        {fooled[reward]:.2f}, the sampled accuracy, which the strict verifier measures, {fooled[sampled]:.2f} (at its
+        best, on the way, {fooled[best]:.2f}), the KL {fooled[kl]:.1f}; with beta 0.5 {fooled_leash[reward]:.2f},
+        {fooled_leash[sampled]:.2f} and {fooled_leash[kl]:.2f}. Try other seeds: not every one finds the hole.
+        """,
+        """
+        It learns the reward, not the sum. At first it gets better at adding, up to {fooled[best]:.2f} sampled;
+        then one of its rare answers with a leading zero, or without an end, is scored as right, stands out in a
+        group of wrong ones, is pushed up, and soon all answers look so ("07$", "1011"): the reward goes on to
+        {fooled[reward]:.2f}, as if all were well, while the accuracy falls to {fooled[sampled]:.2f}. Of all
+        that training measures the KL says it most clearly, at {fooled[kl]:.1f} where the default run has
+        {default[kl]:.2f}: the policy is far from any that adds. That is what the leash is for: with beta 0.5
+        the KL stays at {fooled_leash[kl]:.2f} and the accuracy at {fooled_leash[sampled]:.2f}, at a lower
+        reward. Whether a run finds the hole at all is a matter of chance, for it must first be sampled: some
+        seeds never do.
+        """,
+        """
+        Reward up while accuracy falls is the point, and that only a measure the policy is not trained on can tell. Full
+        marks with the KL, or the leash, as the remedy. 'The verifier is wrong' is where the answer begins.
+        """,
+        [
+            "fooled['reward'] > 0.85",
+            "fooled['reward'] > fooled_leash['reward'] + 0.05",
+            "fooled['sampled'] < default['sampled'] - 0.2",
+            "fooled['best'] > fooled['sampled'] + 0.15",
+            "fooled['kl'] > 5 * default['kl']",
+            "fooled_leash['kl'] < fooled['kl'] - 0.5",
+            "fooled_leash['sampled'] > fooled['sampled'] + 0.15",
+        ],
+    ),
+    Experiment(
+        "credit",
+        "A right first digit in a wrong answer",
+        ["step"],
+        """
+        Look for a wrong answer that begins with the right digit, and at the number in that cell; then add up the
+        numbers on that digit over the whole column. {step[first_right]:.2f} of the starting policy's wrong answers
+        begin so. The push on that digit was {step[alone]:+.3f} in one such answer, and {step[together]:+.3f} over its
+        group, in the mean.
+        """,
+        """
+        In its own answer it is pushed down as hard as the wrong digit: the advantage belongs to the answer, every token
+        gets it, and nothing says which one was wrong ({step[alone]:+.3f} in the mean; {step[first_right]:.2f} of the
+        wrong answers begin with the right digit). But a token is pushed once for each answer that has it, from the same
+        prompt. All right answers have this digit, too, and the advantages of a group sum to 0: over the group the push
+        on it is that of the wrong answers that begin otherwise, turned round, {step[together]:+.3f} in the mean, and 0
+        where all begin alike. It points down in only {step[down]:.3f} of the groups, where a wrong answer is shorter
+        than the right one, so that 1/|o| gives its tokens more weight. The group sorts out what a single reward cannot.
+        """,
+        """
+        'Pushed down with the rest' is half; the sum over the group, or the remark that right answers push the same
+        digit up, is the other half.
+        """,
+        [
+            "step['first_right'] > 0.6",
+            "step['alone'] < 0",
+            "step['together'] > 0",
+            "step['down'] < 0.1",
+        ],
+    ),
+    Experiment(
         "passk",
         "pass@k without a leash",
         ["noleash"],
@@ -493,6 +562,40 @@ def ahead(sft, model) -> list[float]:
     return [(wrong_sft**k - wrong**k).mean().item() for k in range(1, 65)]
 
 
+def credit(sft, groups: int = 8) -> dict[str, float]:
+    """What one step from the starting policy does to right first digits, in `groups` groups to each held-out problem.
+
+    "first_right": the share of the wrong answers that begin with the right digit. "down": of the groups in which there
+    is such an answer beside a right one, the share in which the pushes on that digit, added up over the group, point
+    down; "alone" the mean push on it in one such answer, "together" that over the group.
+    """
+    import torch
+
+    import grpo
+    import tinylm
+    from lab.explain import look
+
+    _, prompts = tinylm.problems()
+    config = grpo.GRPOConfig()
+    prompts = prompts.repeat_interleave(groups, dim=0)
+    samples = grpo.sample_group(sft, prompts, config.G, generator=torch.Generator().manual_seed(0))
+    advantages = grpo.group_advantages(samples.rewards, config.G)
+    with torch.no_grad():
+        logp = tinylm.token_logp(sft, samples.prompts, samples.responses)
+    first = look(grpo, logp, logp, logp, advantages, samples.mask, config).gradient[:, 0].view(-1, config.G)
+    first = len(prompts) * first  # as if each group were a batch of its own
+    right = (samples.responses[:, 0] == tinylm.answers(samples.prompts)[:, 0]).view(-1, config.G)
+    wrong = (samples.rewards == 0).view(-1, config.G)
+    some = (right & wrong).any(dim=1) & ~wrong.all(dim=1)
+    added_up = (first * right).sum(dim=1)[some]
+    return {
+        "first_right": (right & wrong).sum().item() / wrong.sum().item(),
+        "down": (added_up < -1e-6).float().mean().item(),
+        "alone": first[right & wrong & some.unsqueeze(1)].mean().item(),
+        "together": added_up.mean().item(),
+    }
+
+
 def path_of(variant: str, seed: int) -> Path:
     return FOLDER / "runs" / f"{variant}_{seed}.json"
 
@@ -503,7 +606,9 @@ def policy_of(seed: int) -> Path:
 
 def origin(variant: str) -> dict:
     """What a run's result depends on beside its seed: kept with it, so that an outdated one is run again."""
-    code = b"".join((folder / name).read_bytes() for folder, name in ((HERE, "grpo.py"), (HERE.parent, "tinylm.py")))
+    files = [HERE / "grpo.py", HERE.parent / "tinylm.py"]
+    files += [HERE.parent / "lab" / "verifiers.py"] if "verifier" in VARIANTS[variant] else []
+    code = b"".join(path.read_bytes() for path in files)
     return {"changes": VARIANTS[variant], "code": hashlib.sha256(code).hexdigest()}
 
 
@@ -511,6 +616,7 @@ def run_one(job: tuple[str, int]) -> None:
     """Train, measure, and keep the result."""
     import grpo
     import tinylm
+    from lab.verifiers import verifying
 
     variant, seed = job
     changes = dict(VARIANTS[variant])
@@ -519,12 +625,15 @@ def run_one(job: tuple[str, int]) -> None:
     k3_kl = grpo.k3_kl
     try:
         grpo.k3_kl = estimators().get(changes.pop("kl", None), k3_kl)
-        config = grpo.GRPOConfig(seed=seed, **changes)
-        history = grpo.train_grpo(model, config)
+        with verifying(changes.pop("verifier", "strict")):
+            config = grpo.GRPOConfig(seed=seed, **changes)
+            history = grpo.train_grpo(model, config)
     finally:
         grpo.k3_kl = k3_kl
     measured = measure(sft, model, history) | {"k3 KL after, nats per token": kl_to(sft, model, config.temperature)}
     result = origin(variant) | {"figures": measured, "history": history, "ahead": ahead(sft, model)}
+    if variant == "step":
+        result["credit"] = credit(sft)
     if variant == "default":
         result |= {"before": anatomy(sft), "after": anatomy(model)}
     with whole_file(path_of(variant, seed)) as temporary:
@@ -580,7 +689,8 @@ def figures_of(result: dict) -> dict[str, float]:
         "best": max(row["sampled_accuracy"] for row in evaluated),
         "expected_zero": evaluated[-1]["expected_zero_signal"],
         "worst_kl": max(kl),
-    }
+        "reward": fmean(row["reward"] for row in history[1:][-LAST:]),
+    } | result.get("credit", {})
 
 
 def all_figures(results: dict[str, list[dict]]) -> Figures:
@@ -658,11 +768,12 @@ def table(variants: list[str], figures: Figures) -> list[str]:
 
 
 def curves_of(results: list[dict]) -> list[tuple[list[float], list[list[float]]]]:
-    """(iterations, a curve for each seed) of the four panels."""
+    """(iterations, a curve for each seed) of the five panels."""
     histories = [result["history"] for result in results]
     evaluated = [row["iteration"] for row in histories[0] if "entropy" in row]
     trained = [row["iteration"] for row in histories[0][1:]]
     return [
+        (trained, [smooth([row["reward"] for row in h[1:]]) for h in histories]),
         (evaluated, [[h[i]["sampled_accuracy"] for i in evaluated] for h in histories]),
         (evaluated, [[h[i]["greedy_accuracy"] for i in evaluated] for h in histories]),
         (trained, [smooth([row["kl"] for row in h[1:]], median) for h in histories]),
@@ -670,25 +781,19 @@ def curves_of(results: list[dict]) -> list[tuple[list[float], list[list[float]]]
     ]
 
 
-def draw_band(panel, x: list[float], seeds: list[list[float]], colour: str, label: str = "") -> None:
-    """The mean over the seeds as a line, from the lowest to the highest as a band."""
-    columns = list(zip(*seeds, strict=True))
-    panel.plot(x, [fmean(c) for c in columns], color=colour, label=label)
-    panel.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.2, linewidth=0)
-
-
 def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
-    """A row of panels for each variant, beside the default run in grey."""
-    figure = Figure(figsize=(15, 0.6 + 2.6 * len(variants)), layout="constrained")
-    rows = figure.subplots(len(variants), 4, squeeze=False)
-    names = ("Sampled accuracy", "Greedy accuracy", "KL, nats per token, median of 21", "Groups without signal")
-    tops = [1.0, 1.0, 0.05, 1.0]
-    for row, variant, colour in zip(rows, variants, COLOURS, strict=False):
+    """A row of panels for each variant, beside the default run in its blue."""
+    figure = Figure(figsize=(17, 0.6 + 2.6 * len(variants)), layout="constrained")
+    rows = figure.subplots(len(variants), 5, squeeze=False)
+    names = ("Training reward", "Sampled accuracy", "Greedy accuracy", "KL, nats per token, median of 21")
+    names += ("Groups without signal",)
+    tops = [1.0, 1.0, 1.0, 0.05, 1.0]
+    for row, variant in zip(rows, variants, strict=True):
         default = curves_of(results["default"])
         for i, (panel, (x, seeds)) in enumerate(zip(row, curves_of(results[variant]), strict=True)):
-            draw_band(panel, *default[i], "#999999")
-            draw_band(panel, x, seeds, colour)
-            tops[i] = max(tops[i], min(1.0, 1.1 * max(map(max, seeds)))) if i == 2 else 1.0
+            draw_band(panel, *default[i], BLUE)
+            draw_band(panel, x, seeds, OTHERS[0])
+            tops[i] = max(tops[i], min(1.0, 1.1 * max(map(max, seeds)))) if i == 3 else 1.0
             panel.set_title(names[i], loc="left", fontsize=9)
             panel.grid(alpha=0.25)
         row[0].set_ylabel(command(variant).replace("`", "").replace("run.py ", "").replace(" --", "\n--"), fontsize=8)
@@ -698,20 +803,20 @@ def picture(variants: list[str], results: dict[str, list[dict]], path: Path) -> 
     for panel in rows[-1]:
         panel.set_xlabel("iteration")
     figure.suptitle(
-        "lines: means over the seeds; bands: from the lowest to the highest; grey: the default run", fontsize=9
+        "lines: means over the seeds; bands: from the lowest to the highest; blue: the default run", fontsize=9
     )
     save_figure(figure, path, dpi=80)
 
 
 def picture_of_passk(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
-    """GRPO - SFT in pass@k, a panel for each variant beside the default run in grey."""
+    """GRPO - SFT in pass@k, a panel for each variant beside the default run in its blue."""
     figure = Figure(figsize=(7 * len(variants), 4.2), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False)[0]
     k = list(range(1, 65))
-    for panel, variant, colour in zip(panels, variants, COLOURS, strict=False):
-        for name, shade in (("default", "#999999"), (variant, colour)):
+    for panel, variant in zip(panels, variants, strict=True):
+        for name, colour in (("default", BLUE), (variant, OTHERS[0])):
             seeds = [[100 * value for value in result["ahead"]] for result in results[name]]
-            draw_band(panel, k, seeds, shade, command(name).replace("`", ""))
+            draw_band(panel, k, seeds, colour, command(name).replace("`", ""))
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_xticks(KS, [str(number) for number in KS])
@@ -723,6 +828,20 @@ def picture_of_passk(variants: list[str], results: dict[str, list[dict]], path: 
         panel.legend(frameon=False, fontsize=8)
         panel.grid(alpha=0.25)
     save_figure(figure, path, dpi=80)
+
+
+def picture_of_step(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
+    """One step on 37+48=, from the starting policy of seed 0."""
+    import grpo
+    import tinylm
+    from lab.explain import explain_step
+    from lab.explained import draw_step
+
+    config = grpo.GRPOConfig()
+    draw_step(explain_step(grpo, tinylm.load_checkpoint(policy_of(0)), tinylm.encode(["37+48="]), config), config, path)
+
+
+DRAWN = {"passk": picture_of_passk, "credit": picture_of_step}  # the others: picture
 
 
 def anatomy_tables(runs: list[dict]) -> list[str]:
@@ -766,8 +885,7 @@ def write(seeds: int) -> list[str]:
     lines += [*anatomy_tables(drawn["default"]), ""]
     for experiment in EXPERIMENTS:
         image = FOLDER / f"{experiment.name}.png"
-        draw = picture_of_passk if experiment.name == "passk" else picture
-        draw(experiment.variants, drawn, image)
+        DRAWN.get(experiment.name, picture)(experiment.variants, drawn, image)
         lines += [f"## {experiment.title}", "", *table(experiment.variants, written), ""]
         lines += [f"![{experiment.title}]({image.relative_to(HERE).as_posix()})", ""]
         for text in (one_line(experiment.answer).format(**means), f"*Marking:* {one_line(experiment.hint)}"):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map
 import passk
 import run
 import tinylm
-from lab import explain
+from lab import explain, explained
 
 DEVICE = torch.device("mps:0")
 CROSSING = ("aten._to_copy", "aten.copy_", "aten.index.Tensor")
@@ -132,6 +132,12 @@ def test_groups_to_look_at_leave_nothing_on_the_cpu(on_device, sft, reference):
     run.call_tasks(reference, model)
     prompts = explain.shown_prompts(model, 2, 1.0)
     assert prompts.device == on_device
-    assert (
-        explain.show_groups(reference, model, prompts, reference.GRPOConfig(G=4)).count("of 4 answers are right") == 2
-    )
+    shown = explain.show_groups(reference, model, prompts, reference.GRPOConfig(G=4), model)
+    assert shown.count("of 4 answers are right") == 2
+
+
+def test_a_step_to_look_at_leaves_nothing_on_the_cpu(on_device, sft, reference, tmp_path):
+    model, config = copy.deepcopy(sft).to(on_device), reference.GRPOConfig()
+    step = explain.explain_step(reference, model, explain.prompt_of("37+48=", model, 1.0), config)
+    assert "85$" in explain.step_as_text(step)
+    explained.draw_step(step, config, tmp_path / "step.png")

@@ -11,7 +11,7 @@ from lab import explain
 from lab.pictures import GREEN
 
 
-def test_show_prints_groups_with_rewards_and_advantages(runs, call, tmp_path):
+def test_show_prints_groups_with_rewards_and_advantages(runs, call, tmp_path, sft):
     first, _ = runs["first"]
     result = call(*TINY, "--show", "3")
     assert result.returncode == 0 and "\033" not in result.stdout
@@ -20,7 +20,10 @@ def test_show_prints_groups_with_rewards_and_advantages(runs, call, tmp_path):
     groups = [i for i, line in enumerate(lines) if "  right is " in line]
     assert len(groups) == 3 * 4, "three groups at each of four evaluations"
     for i in groups:
-        prompt, _, _, right, count, *_ = lines[i].split()
+        prompt, _, _, right, count, *_, before, _, _, _, now, _ = lines[i].split()
+        p = tinylm.success_probability(sft, tinylm.encode([prompt])).item()
+        assert float(before) == pytest.approx(p, abs=6e-4)
+        assert (before == now) == (i in groups[:3]), "training changed the chance, and looking did not"
         shown, answers = 0, lines[i + 1 :]
         while answers and " x " in answers[0]:
             times, _, text, _, reward, _, advantage = answers.pop(0).split()
@@ -51,8 +54,8 @@ def test_groups_without_signal_are_marked(reference, monkeypatch, sft):
         return reference.Samples(prompts, None, None, rewards, texts)
 
     monkeypatch.setattr(reference, "sample_group", group)
-    lines = explain.show_groups(reference, None, prompts, reference.GRPOConfig(G=4)).splitlines()
-    assert lines[0].split() == ["37+48=", "right", "is", "85$", "4", "of", "4", "answers", "are", "right"]
+    lines = explain.show_groups(reference, sft, prompts, reference.GRPOConfig(G=4), sft).splitlines()
+    assert lines[0].split()[:10] == ["37+48=", "right", "is", "85$", "4", "of", "4", "answers", "are", "right;"]
     assert lines[1].split() == ["4", "x", "85$", "reward", "1", "advantage", "+0.00"]
     assert "NO SIGNAL: all answers are right" in lines[2]
     assert [line.split()[0] for line in lines[4:]] == ["1", "2", "1"] and "+1.73" in lines[4] and "-0.58" in lines[5]

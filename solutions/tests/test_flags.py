@@ -11,7 +11,8 @@ from lab.flags import run_parser
 def test_flags_are_the_fields_of_the_config(reference):
     flags = vars(run_parser().parse_args([]))
     config = {field.name: field.default for field in fields(reference.GRPOConfig)}
-    others = ("device", "out", "solutions", "show", "versus", "redraw")
+    others = ("device", "out", "solutions", "show", "versus", "redraw", "seeds", "verifier")
+    others += ("explain", "explain_parts", "text")
     assert {name: flags[name] for name in flags if name not in others} == config
     given = "--iters 1 --prompts 2 --G 3 --inner-steps 4 --lr 5 --clip 1000 --beta 7 --no-std --temperature 8 --seed 9"
     changed = vars(run_parser().parse_args([*given.split(), "--eval-every", "11"]))

@@ -4,7 +4,7 @@ import pytest
 from helpers import TINY, assert_one_line, names, rows_of
 
 from lab.flags import run_parser, settings_of
-from lab.history import read_csv
+from lab.history import EVALUATED, METRICS, Run, read_csv, write_csv
 
 
 def test_a_csv_is_read_as_it_was_written(runs):
@@ -13,7 +13,51 @@ def test_a_csv_is_read_as_it_was_written(runs):
     assert read.name == "grpo_tinylm"
     assert read.settings == settings_of(run_parser().parse_args([*TINY, "--solutions"]))
     _, rows = rows_of(folder / "grpo_tinylm.csv")
+    assert {row.pop("seed") for row in rows} == {"0"}
     assert read.history == [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+def of_two_seeds() -> Run:
+    """A run that was stopped in its second seed."""
+    settings = settings_of(
+        run_parser().parse_args(["--iters", "3", "--eval-every", "2", "--seed", "7", "--seeds", "3"])
+    )
+    names = [{"iteration", *EVALUATED}, set(METRICS), {*METRICS, *EVALUATED}, {*METRICS, *EVALUATED}]
+    history = [dict.fromkeys(names[i], 0.5) | {"iteration": i} for i in range(4)]
+    return Run("two", settings, history, (history[:2],))
+
+
+def test_a_csv_of_several_seeds_keeps_them_all(tmp_path):
+    run, path = of_two_seeds(), tmp_path / "two.csv"
+    write_csv(run, True, path)
+    _, rows = rows_of(path)
+    assert [(row["seed"], row["iteration"]) for row in rows] == [
+        *(("7", str(i)) for i in range(4)),
+        ("8", "0"),
+        ("8", "1"),
+    ]
+    assert read_csv(path) == run
+    assert read_csv(path).whole == [run.history], "a seed that was stopped is in the file, but in no mean"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (",8\n", ",9\n"),  # another seed
+        ("--seeds 3", "--seeds 1"),  # more than there should be
+        ("# stopped after iteration 1\n", ""),  # a whole run has three
+        ("iteration 1\n", "iteration 3\n"),
+        ("\n3,", "\n2,"),  # a first seed that is not whole
+    ],
+)
+def test_a_csv_of_several_seeds_that_is_damaged_is_one_line(tmp_path, old, new):
+    path = tmp_path / "two.csv"
+    write_csv(of_two_seeds(), True, path)
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(ValueError, match="damaged"):
+        read_csv(path)
 
 
 DAMAGE = {

@@ -41,6 +41,7 @@ from torch import Tensor
 import passk
 import run
 import tinylm
+from lab import explain
 from lab.flags import number, run_parser, settings_of
 from lab.history import EVALUATED, METRICS, Run, read_csv, write_csv
 
@@ -348,6 +349,25 @@ def test_loss_gradient_and_metrics_are_those_of_a_loop_over_tokens(reference, ba
     assert abs(metrics["ratio"].item() - ratio_sum / own_tokens) <= eps * ratio_sum / own_tokens
 
 
+@cases(200)
+@given(batches())
+def test_the_cells_of_a_step_that_is_explained_are_the_gradient_that_autograd_gives(reference, batch):
+    logp, old_logp, ref_logp, advantages, mask = (part.detach().double() for part in batch[:5])
+    config = reference.GRPOConfig(clip=batch.clip, beta=batch.beta)
+    moment = explain.look(reference, logp, old_logp, ref_logp, advantages, mask, config)
+
+    leaf, A = logp.clone().requires_grad_(), advantages.unsqueeze(1)
+    ratio, log_u = (leaf - old_logp).exp(), ref_logp - leaf
+    low, high = 1 - batch.clip, 1 + batch.clip
+    assume(all((abs(ratio - edge) > 1e-9)[mask == 1].all() for edge in (low, high)))
+    held = torch.where(A > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    objective = (held * A - batch.beta * (log_u.exp() - log_u - 1)) * mask
+    (expected,) = torch.autograd.grad((objective.sum(dim=1) / mask.sum(dim=1)).mean(), leaf)
+    torch.testing.assert_close(moment.gradient, expected, rtol=1e-6, atol=1e-9)
+    stopped = ((A > 0) & (ratio > high)) | ((A < 0) & (ratio < low))
+    assert torch.equal(moment.clipped, stopped & (mask == 1))
+
+
 # pass@k ---------------------------------------------------------------------------------------------------------
 
 
@@ -521,7 +541,7 @@ def damaged_csvs(draw) -> bytes:
 @example(WRITTEN[0].replace(b"--iters 4", b"--iters 4 --help"))
 @example(WRITTEN[0].replace(b"0,,,", b"0,,1,"))  # row 0 with one number that only later rows have
 @example(WRITTEN[0][: WRITTEN[0].rindex(b",") + 1])  # the last number
-@example(WRITTEN[2].replace(b",0.125,0.5\n", b",nan,0.5\n"))
+@example(WRITTEN[2].replace(b",0.5,", b",nan,", 1))
 @example(WRITTEN[1].replace(b"--iters 9", b"--iters 3"))  # stopped after iteration 4
 def test_damaged_csv_is_a_whole_run_or_a_value_error_of_one_line(tmp_path, data):
     path = tmp_path / "damaged.csv"
@@ -562,10 +582,22 @@ LONG = "x" * 300  # more than a name may have. "--out=--" is there because argpa
 TOOLS = {
     "run.py": Tool(
         run,
-        [(tinylm, "load_or_train_sft"), (run, "plot")],
-        ["--out new.png", "--iters 3 --versus run.csv --lr 1e-3", "--redraw run.csv run.csv --out new.svg"],
+        [(tinylm, "load_or_train_sft"), (run, "plot"), (run, "look")],
+        [
+            "--out new.png",
+            "--iters 3 --versus run.csv --lr 1e-3",
+            "--redraw run.csv run.csv --out new.svg",
+            "--explain 37+48= --out new.png",
+            "--explain --text",
+            "--explain-parts 2 3 --G 4 --out new.pdf",
+            "--seeds 3",
+        ],
         [
             "--out foreign.png",
+            "--explain --out foreign.png",
+            "--explain-parts --out foreign.png",
+            "--explain 37+4",
+            "--text",
             "--redraw damaged.csv --out new.png",
             f"--out {LONG}.png",
             "--out \udcff.png",

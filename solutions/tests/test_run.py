@@ -17,7 +17,7 @@ from matplotlib.image import imread
 import run
 import tinylm
 from lab.files import lock_on
-from lab.history import METRICS, print_table, read_csv
+from lab.history import METRICS, Run, print_table, read_csv
 
 pytestmark = pytest.mark.usefixtures("sft")  # so that no run below has to say that it trains the policy
 DEFAULT_FILES = {"grpo_tinylm.png", "grpo_tinylm.csv", "tinylm_grpo.pt"}
@@ -34,16 +34,16 @@ def test_run_writes_picture_csv_and_checkpoint(runs):
     settings, rows = rows_of(folder / "grpo_tinylm.csv")
     assert settings == (
         "# run.py --iters 3 --prompts 2 --G 2 --inner-steps 2 --lr 0.0003 --clip 0.2 --beta 0.04 "
-        "--temperature 1.0 --seed 0 --eval-every 1 --device cpu --solutions"
+        "--temperature 1.0 --seed 0 --seeds 1 --verifier strict --eval-every 1 --device cpu --solutions"
     )
     assert list(rows[0]) == [
-        *("iteration", "reward", "all_right", "all_wrong", "clip_fraction", "kl", "ratio", "loss"),
-        *("sampled_accuracy", "greedy_accuracy", "entropy", "expected_zero_signal"),
+        *("iteration", "reward", "all_right", "all_wrong", "clip_fraction", "kl", "ratio", "loss", "gradient"),
+        *("sampled_accuracy", "greedy_accuracy", "entropy", "expected_zero_signal", "seed"),
     ]
     assert [row["iteration"] for row in rows] == ["0", "1", "2", "3"]
     assert all(rows[0][name] == "" for name in METRICS)
     values = [float(value) for row in rows for value in row.values() if value]
-    assert len(values) == 4 + 3 * 7 + 4 * 4  # iterations; seven metrics of three steps; four of four evaluations
+    assert len(values) == 4 + 3 * 8 + 4 * 4 + 4  # iterations; eight metrics of three steps; evaluations; seeds
 
     picture = imread(folder / "grpo_tinylm.png")
     assert picture.shape[0] > 800 and picture.shape[1] > 1200
@@ -83,7 +83,7 @@ def test_table_averages_the_first_and_the_last_30_iterations(capsys):
     evaluation = {"sampled_accuracy": 0.5, "greedy_accuracy": 0.75, "entropy": 0.25}
     history = [{"iteration": i, "kl": i / 100, "all_right": 0.1, "all_wrong": i / 1000} for i in range(101)]
     history[0], history[100] = {"iteration": 0} | evaluation, history[100] | evaluation
-    print_table(history)
+    print_table(Run("run", [], history))
     lines = {line[:40].strip(): line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
     assert lines["KL to the reference, nats per token"] == ["0.155", "0.855"]  # the means of 1 to 30 and of 71 to 100
     assert lines["share of groups without signal"] == [f"{0.1 + 0.0155:.3f}", f"{0.1 + 0.0855:.3f}"]
@@ -265,4 +265,4 @@ def test_what_cannot_be_drawn_is_one_line(two_csvs, call):
     ):
         result = call(*flags, "--out", "x.png")
         assert_one_line(result, "run.py: ", "--redraw" if "--G" in flags or "--versus" in flags else "missing.csv")
-    assert_one_line(call("--versus", *["a.csv"] * 7), "7 runs at most")
+    assert_one_line(call("--versus", *["a.csv"] * 5), "5 runs at most")
