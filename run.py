@@ -165,8 +165,8 @@ def work(parser: Parser, args: argparse.Namespace) -> int:
     out = free_name(args.out) if stopped and args.out.exists() else args.out
     run = Run(out.stem, settings, histories[0], tuple(histories[1:]))
     print_table(run)
-    # Status 2: the last step spoilt the weights, which are the checkpoint's where it was the first seed's.
-    whole = save(model, [run, *earlier], out, stopped, trained=status != 2 or len(histories) > 1)
+    trained = status != 2 or len(run.history) > args.iters  # 2: a last step spoilt the weights, if those of this seed
+    whole = save(model, [run, *earlier], out, stopped, trained)
     return status if whole else 2
 
 

@@ -90,10 +90,11 @@ class Experiment(NamedTuple):
     name: str
     title: str
     variants: list[str]  # beside the default
-    tip: str  # for students who learn alone, folded away in the README: a hint, and numbers to compare with
+    tip: str  # for students who learn alone, folded away in the README: where to look
+    numbers: str  # and, folded away below it, what to compare with
     answer: str
     hint: str  # for marking
-    claims: list[str]  # what tip and answer say, as Python expressions of the same names
+    claims: list[str]  # what numbers and answer say, as Python expressions of the same names
 
 
 EXPERIMENTS = [
@@ -102,9 +103,12 @@ EXPERIMENTS = [
         "Eight inner steps, with the clip and without",
         ["reuse", "noclip"],
         """
-        Look at the first thirty iterations, not only at the end: how far can eight steps on one batch carry a policy if
-        nothing stops it? At iteration 10 greedy accuracy was {reuse[greedy10]:.2f} with the clip and
-        {noclip[greedy10]:.2f} without, from {default[greedy_start]:.2f}.
+        Look at the first thirty iterations, not only at the end: how far can eight steps on one batch carry a
+        policy if nothing stops it?
+        """,
+        """
+        At iteration 10 greedy accuracy was {reuse[greedy10]:.2f} with the clip and {noclip[greedy10]:.2f}
+        without, from {default[greedy_start]:.2f}.
         """,
         """
         Without the clip the policy follows each batch too far, at once: at iteration 10 its greedy accuracy is
@@ -135,10 +139,12 @@ EXPERIMENTS = [
         "Groups of two, as many samples",
         ["pairs"],
         """
-        When are two answers to a problem of use? Work out the share of useless pairs for one problem that is answered
-        right with probability p, then for p = 0, 0.5 and 1. At the end {pairs[zero]:.2f} of the pairs were without
-        signal, {default[zero]:.2f} of the groups of eight; sampled accuracy {pairs[sampled]:.2f} against
-        {default[sampled]:.2f}.
+        When are two answers to a problem of use? Work out the share of useless pairs for one problem that is
+        answered right with probability p, then for p = 0, 0.5 and 1.
+        """,
+        """
+        At the end {pairs[zero]:.2f} of the pairs were without signal, {default[zero]:.2f} of the groups of
+        eight; sampled accuracy {pairs[sampled]:.2f} against {default[sampled]:.2f}.
         """,
         """
         A pair says something only if one answer is right and one wrong: without signal are p^2 + (1 - p)^2 of the pairs
@@ -165,10 +171,12 @@ EXPERIMENTS = [
         "Mean only, as in Dr. GRPO",
         ["nostd"],
         """
-        Compute |A| for one right answer of eight, and for four of eight, with the std and without. Which of the two
-        groups does the division favour? Sampled accuracy ended at {nostd[sampled]:.2f} without the std and
-        {default[sampled]:.2f} with it, the KL in training (median) at {nostd[train_kl]:.3f} and
-        {default[train_kl]:.3f}.
+        Compute |A| for one right answer of eight, and for four of eight, with the std and without. Which of the
+        two groups does the division favour?
+        """,
+        """
+        Sampled accuracy ended at {nostd[sampled]:.2f} without the std and {default[sampled]:.2f} with it, the
+        KL in training (median) at {nostd[train_kl]:.3f} and {default[train_kl]:.3f}.
         """,
         """
         Dividing by the std makes groups louder whose rewards are nearly all equal: with one right answer of eight the
@@ -190,11 +198,41 @@ EXPERIMENTS = [
         ],
     ),
     Experiment(
+        "louder",
+        "Which problems the std makes louder",
+        ["step"],
+        """
+        Which groups have rewards that are nearly all equal, and whose problems are they?
+        """,
+        """
+        {step[extreme]:.2f} of the starting policy's groups with signal had one right answer of eight, or seven;
+        theirs were {step[loud]:.2f} of all |A| with the std, {step[quiet]:.2f} without.
+        """,
+        """
+        The very hard and the very easy ones. The std of a group with one right answer of eight, or seven, is 0.33, and
+        0.5 with four: dividing makes |A| three times larger at the edges and twice in the middle. Without the std |A|
+        itself says how much a group disagrees, 2p(1 - p) in the mean, most at p = 1/2. The groups at the edges are no
+        rarity: {step[extreme]:.2f} of those with signal, when training begins, and theirs are {step[loud]:.2f} of all
+        |A| with the std, {step[quiet]:.2f} without. So the std spends more of each step on problems that are nearly
+        solved, or nearly hopeless; Dr. GRPO calls that a bias towards too easy and too hard questions.
+        """,
+        """
+        Both ends are asked for. The mean |A| of a group, 2 sqrt(p(1 - p)) against 2p(1 - p), is worth a bonus.
+        """,
+        [
+            "step['extreme'] > 0.15",
+            "step['loud'] > 1.25 * step['quiet']",
+        ],
+    ),
+    Experiment(
         "leash",
         "No leash, strong leash",
         ["noleash", "leash"],
         """
-        Read KL and accuracy together, for all three. What would the leash be good for if the verifier could be fooled?
+        Read KL and accuracy together, for all three. What would the leash be good for if the verifier could be
+        fooled?
+        """,
+        """
         KL at the end {noleash[kl]:.2f}, {default[kl]:.2f} and {leash[kl]:.2f} for beta 0, 0.04 and 0.5; sampled
         accuracy {noleash[sampled]:.2f}, {default[sampled]:.2f} and {leash[sampled]:.2f}.
         """,
@@ -221,9 +259,12 @@ EXPERIMENTS = [
         "Temperature 0.5",
         ["cold"],
         """
-        Which policy is it whose accuracy is plotted? Compare greedy accuracy, which does not depend on the temperature.
-        Without signal were {cold[zero]:.2f} of the groups at the end, {default[zero]:.2f} in the default run; greedy
-        accuracy began at {cold[greedy_start]:.2f} and {default[greedy_start]:.2f}.
+        Which policy is it whose accuracy is plotted? Compare greedy accuracy, which does not depend on the
+        temperature.
+        """,
+        """
+        Without signal were {cold[zero]:.2f} of the groups at the end, {default[zero]:.2f} in the default run;
+        greedy accuracy began at {cold[greedy_start]:.2f} and {default[greedy_start]:.2f}.
         """,
         """
         At temperature 0.5 the policy is sharper from the start, so the answers of a group agree more often: without
@@ -250,9 +291,12 @@ EXPERIMENTS = [
         "The learning rate, a third and three times",
         ["slow", "fast"],
         """
-        Put the first twenty iterations of the fast run beside those of the default: which curves differ already? At
-        iteration 10 greedy accuracy was {fast[greedy10]:.2f} against {default[greedy10]:.2f}, the mean KL so far
-        {fast[kl10]:.2f} against {default[kl10]:.2f}.
+        Put the first twenty iterations of the fast run beside those of the default: which curves differ
+        already?
+        """,
+        """
+        At iteration 10 greedy accuracy was {fast[greedy10]:.2f} against {default[greedy10]:.2f}, the mean KL so
+        far {fast[kl10]:.2f} against {default[kl10]:.2f}.
         """,
         """
         A third of the rate is slower and safe: {slow[sampled]:.2f} sampled after 300 iterations against
@@ -279,9 +323,11 @@ EXPERIMENTS = [
         "The group size",
         ["G4", "G16"],
         """
-        Keep two axes apart: per iteration, and per answer sampled (G = 16 draws four times as many as G = 4). Sampled
-        accuracy after 300 iterations was {G4[sampled]:.2f}, {default[sampled]:.2f} and {G16[sampled]:.2f} for G = 4, 8
-        and 16.
+        Keep two axes apart: per iteration, and per answer sampled (G = 16 draws four times as many as G = 4).
+        """,
+        """
+        Sampled accuracy after 300 iterations was {G4[sampled]:.2f}, {default[sampled]:.2f} and
+        {G16[sampled]:.2f} for G = 4, 8 and 16.
         """,
         """
         Per iteration more answers are better: {G4[sampled]:.2f}, {default[sampled]:.2f} and {G16[sampled]:.2f} sampled
@@ -304,8 +350,11 @@ EXPERIMENTS = [
         "The number of prompts",
         ["P4", "P64"],
         """
-        Four problems say little about the other 7,596: how far does a step that helps them hurt the rest? Sampled
-        accuracy ended at {P4[sampled]:.2f}, {default[sampled]:.2f} and {P64[sampled]:.2f} for 4, 16 and 64 prompts.
+        Four problems say little about the other 7,596: how far does a step that helps them hurt the rest?
+        """,
+        """
+        Sampled accuracy ended at {P4[sampled]:.2f}, {default[sampled]:.2f} and {P64[sampled]:.2f} for 4, 16 and
+        64 prompts.
         """,
         """
         Both change: with 4 prompts an iteration the curves jump and end low, at {P4[sampled]:.2f}, because a step then
@@ -327,8 +376,11 @@ EXPERIMENTS = [
         "A thousand iterations",
         ["long"],
         """
-        Two things can stop it: too little signal, and steps too coarse for what is left to learn. Which curves show
-        which? Sampled accuracy after 1,000 iterations was {long[sampled]:.2f}, its best on the way {long[best]:.2f};
+        Two things can stop it: too little signal, and steps too coarse for what is left to learn. Which curves
+        show which?
+        """,
+        """
+        Sampled accuracy after 1,000 iterations was {long[sampled]:.2f}, its best on the way {long[best]:.2f};
         after 300 {default[sampled]:.2f}.
         """,
         """
@@ -352,9 +404,11 @@ EXPERIMENTS = [
         "k1 and k2 in the loss",
         ["leash", "k1_leash", "k2_leash", "k1", "k2"],
         """
-        Differentiate k1, k2 and k3 with respect to logp. What is left of a gradient that is the same for every token,
-        on average? With beta 0.5 the KL ended at {k1_leash[kl]:.2f} (k1), {k2_leash[kl]:.2f} (k2) and {leash[kl]:.2f}
-        (k3).
+        Differentiate k1, k2 and k3 with respect to logp. What is left of a gradient that is the same for every
+        token, on average?
+        """,
+        """
+        With beta 0.5 the KL ended at {k1_leash[kl]:.2f} (k1), {k2_leash[kl]:.2f} (k2) and {leash[kl]:.2f} (k3).
         """,
         """
         The gradient of k1 with respect to logp is 1 for every token, and the mean of a constant times the gradient of
@@ -379,11 +433,14 @@ EXPERIMENTS = [
         "A verifier that can be fooled",
         ["fooled", "fooled_leash"],
         """
-        Read the training reward and the accuracy together: which of the two does the policy see? And what has the
-        leash to do with answers that the starting policy hardly ever gives? The reward of the last 30 iterations was
-        {fooled[reward]:.2f}, the sampled accuracy, which the strict verifier measures, {fooled[sampled]:.2f} (at its
-        best, on the way, {fooled[best]:.2f}), the KL {fooled[kl]:.1f}; with beta 0.5 {fooled_leash[reward]:.2f},
-        {fooled_leash[sampled]:.2f} and {fooled_leash[kl]:.2f}. Try other seeds: not every one finds the hole.
+        Read the training reward and the accuracy together: which of the two does the policy see? And what has
+        the leash to do with answers that the starting policy hardly ever gives?
+        """,
+        """
+        The reward of the last 30 iterations was {fooled[reward]:.2f}, the sampled accuracy, which the strict
+        verifier measures, {fooled[sampled]:.2f} (at its best, on the way, {fooled[best]:.2f}), the KL
+        {fooled[kl]:.1f}; with beta 0.5 {fooled_leash[reward]:.2f}, {fooled_leash[sampled]:.2f} and
+        {fooled_leash[kl]:.2f}. Try other seeds: not every one finds the hole.
         """,
         """
         It learns the reward, not the sum. At first it gets better at adding, up to {fooled[best]:.2f} sampled;
@@ -415,10 +472,12 @@ EXPERIMENTS = [
         "A right first digit in a wrong answer",
         ["step"],
         """
-        Look for a wrong answer that begins with the right digit, and at the number in that cell; then add up the
-        numbers on that digit over the whole column. {step[first_right]:.2f} of the starting policy's wrong answers
-        begin so. The push on that digit was {step[alone]:+.3f} in one such answer, and {step[together]:+.3f} over its
-        group, in the mean.
+        Look for a wrong answer that begins with the right digit, and at the number in that cell; then add up
+        the numbers on that digit over the whole column.
+        """,
+        """
+        {step[first_right]:.2f} of the starting policy's wrong answers begin so. The push on that digit was
+        {step[alone]:+.3f} in one such answer, and {step[together]:+.3f} over its group, in the mean.
         """,
         """
         In its own answer it is pushed down as hard as the wrong digit: the advantage belongs to the answer, every token
@@ -445,8 +504,11 @@ EXPERIMENTS = [
         "pass@k without a leash",
         ["noleash"],
         """
-        Is the difference larger than its band? In pass@64 the run without a leash was {noleash[pass64]:+.3f} from the
-        starting policy, the default run {default[pass64]:+.3f}.
+        Is the difference larger than its band?
+        """,
+        """
+        In pass@64 the run without a leash was {noleash[pass64]:+.3f} from the starting policy, the default run
+        {default[pass64]:+.3f}.
         """,
         """
         No: at k = 64 the run without a leash is {noleash[pass64]:+.3f} from the starting policy, the default run
@@ -562,12 +624,15 @@ def ahead(sft, model) -> list[float]:
     return [(wrong_sft**k - wrong**k).mean().item() for k in range(1, 65)]
 
 
-def credit(sft, groups: int = 8) -> dict[str, float]:
-    """What one step from the starting policy does to right first digits, in `groups` groups to each held-out problem.
+def one_step(sft, groups: int = 8) -> dict[str, float]:
+    """What the first step does, from `groups` groups to each held-out problem.
 
-    "first_right": the share of the wrong answers that begin with the right digit. "down": of the groups in which there
-    is such an answer beside a right one, the share in which the pushes on that digit, added up over the group, point
-    down; "alone" the mean push on it in one such answer, "together" that over the group.
+    Right first digits, "first_right": the share of the wrong answers that begin with the right digit. In the groups in
+    which there is such an answer beside a right one, "alone": the mean push on the digit in one such answer,
+    "together": that over the group, "down": the share of the groups in which that points down.
+
+    Of the groups with signal, "extreme": the share in which 1 or G - 1 answers are right; "loud" and "quiet": the share
+    of all |A| that is theirs, with the std and without.
     """
     import torch
 
@@ -588,11 +653,18 @@ def credit(sft, groups: int = 8) -> dict[str, float]:
     wrong = (samples.rewards == 0).view(-1, config.G)
     some = (right & wrong).any(dim=1) & ~wrong.all(dim=1)
     added_up = (first * right).sum(dim=1)[some]
+    times = wrong.sum(dim=1)
+    extreme = (times == 1) | (times == config.G - 1)
+    sizes = [grpo.group_advantages(samples.rewards, config.G, std).abs().view(-1, config.G) for std in (True, False)]
+    loud, quiet = ((size[extreme].sum() / size.sum()).item() for size in sizes)
     return {
         "first_right": (right & wrong).sum().item() / wrong.sum().item(),
         "down": (added_up < -1e-6).float().mean().item(),
         "alone": first[right & wrong & some.unsqueeze(1)].mean().item(),
         "together": added_up.mean().item(),
+        "extreme": extreme.sum().item() / ((times > 0) & (times < config.G)).sum().item(),
+        "loud": loud,
+        "quiet": quiet,
     }
 
 
@@ -633,7 +705,7 @@ def run_one(job: tuple[str, int]) -> None:
     measured = measure(sft, model, history) | {"k3 KL after, nats per token": kl_to(sft, model, config.temperature)}
     result = origin(variant) | {"figures": measured, "history": history, "ahead": ahead(sft, model)}
     if variant == "step":
-        result["credit"] = credit(sft)
+        result["one_step"] = one_step(sft)
     if variant == "default":
         result |= {"before": anatomy(sft), "after": anatomy(model)}
     with whole_file(path_of(variant, seed)) as temporary:
@@ -690,7 +762,7 @@ def figures_of(result: dict) -> dict[str, float]:
         "expected_zero": evaluated[-1]["expected_zero_signal"],
         "worst_kl": max(kl),
         "reward": fmean(row["reward"] for row in history[1:][-LAST:]),
-    } | result.get("credit", {})
+    } | result.get("one_step", {})
 
 
 def all_figures(results: dict[str, list[dict]]) -> Figures:
@@ -729,10 +801,18 @@ def support(claim: str, figures: Figures) -> tuple[bool, int]:
 
 
 def tips(figures: Figures) -> dict[str, str]:
-    """The tip of each experiment with its numbers, as it stands in the README."""
+    """The tip to each experiment, and below it the numbers, as they stand in the README, each folded away."""
     half = len(figures["default"]["sampled"]) // 2
     means = means_of(figures, list(range(half)))
-    return {experiment.name: one_line(experiment.tip).format(**means) for experiment in EXPERIMENTS}
+    found = {}
+    for experiment in EXPERIMENTS:
+        tip, numbers = (
+            textwrap.fill(one_line(text).format(**means), 120, break_on_hyphens=False)
+            for text in (experiment.tip, experiment.numbers)
+        )
+        inner = f"<details><summary>Numbers to compare with</summary>\n\n{numbers}\n\n</details>"
+        found[experiment.name] = f"<details><summary>{experiment.title}</summary>\n\n{tip}\n\n{inner}\n</details>\n"
+    return found
 
 
 def unsupported(figures: Figures) -> list[str]:
@@ -841,7 +921,17 @@ def picture_of_step(variants: list[str], results: dict[str, list[dict]], path: P
     draw_step(explain_step(grpo, tinylm.load_checkpoint(policy_of(0)), tinylm.encode(["37+48="]), config), config, path)
 
 
-DRAWN = {"passk": picture_of_passk, "credit": picture_of_step}  # the others: picture
+def picture_of_advantages(variants: list[str], results: dict[str, list[dict]], path: Path) -> None:
+    """|A| against the number of right answers, with the std and without."""
+    import grpo
+    from lab.explained import draw_parts
+    from lab.parts import each_part
+
+    draw_parts(*each_part(grpo, [2], G=8, clip=0.2), path)
+
+
+# Of these experiments; of the others: picture.
+DRAWN = {"passk": picture_of_passk, "credit": picture_of_step, "louder": picture_of_advantages}
 
 
 def anatomy_tables(runs: list[dict]) -> list[str]:

@@ -53,6 +53,31 @@ def test_kl_of_a_policy_to_itself_is_zero_and_to_another_is_not(sft):
     assert experiments.kl_to(sft, other, 1.0, samples=1) > 0.1
 
 
+def test_credit_of_right_first_digits(sft, reference, monkeypatch):
+    """Three groups told by hand: what is pushed down alone is pushed up, or not at all, over the group."""
+    prompts = tinylm.encode(["37+48="])
+    groups = {
+        "beside others": (["85$"] * 2 + ["86$", "95$"], 1 / 2, -1 / 12, 1 / 12),
+        "all begin alike": (["85$"] * 2 + ["86$", "84$"], 1.0, -1 / 12, 0.0),
+        "a shorter one": (["85$"] * 2 + ["8$", "8$"], 1.0, -1 / 8, 2 / 12 - 2 / 8),
+    }
+    monkeypatch.setitem(sys.modules, "grpo", reference)
+    monkeypatch.setattr(tinylm, "problems", lambda: (prompts, prompts))
+    config = reference.GRPOConfig
+    monkeypatch.setattr(reference, "GRPOConfig", lambda: config(G=4))
+    for texts, share, alone, together in groups.values():
+        responses = tinylm.encode([text.ljust(4, "_") for text in texts])
+        rewards = torch.tensor([tinylm.reward("37+48=", text) for text in texts])
+        samples = reference.Samples(prompts.expand(4, -1), responses, tinylm.response_mask(responses), rewards, texts)
+        monkeypatch.setattr(reference, "sample_group", lambda *_, given=samples, **__: given)
+        found = experiments.one_step(sft, groups=1)
+        assert found["first_right"] == share
+        assert found["alone"] == pytest.approx(alone, abs=1e-4)
+        assert found["together"] == pytest.approx(together, abs=1e-4)
+        assert found["down"] == float(together < 0)
+        assert found["extreme"] == 0.0 == found["loud"]
+
+
 @pytest.mark.parametrize("name", ["k1", "k2"])
 def test_estimators_have_the_mean_of_the_divergence_nearby(name):
     """For two policies that lie close, the mean of k1 is the KL divergence, that of k2 nearly."""
@@ -76,7 +101,9 @@ def small(tmp_path, monkeypatch):
     variants = {"default": {"iters": 1, "P": 2, "G": 2}, "k1": {"iters": 1, "P": 2, "G": 2, "kl": "k1"}}
     monkeypatch.setattr(experiments, "VARIANTS", variants)
     answer = "It is {default[sampled]:.2f}. It was. It will be {k1[sampled]:.2f}."
-    one = experiments.Experiment("kl", "An estimator", ["k1"], "A tip.", answer, "A hint.", ["k1['sampled'] > 0"])
+    one = experiments.Experiment(
+        "kl", "An estimator", ["k1"], "A tip.", "A number.", answer, "A hint.", ["k1['sampled'] > 0"]
+    )
     monkeypatch.setattr(experiments, "EXPERIMENTS", [one])
     monkeypatch.setattr(experiments, "HERE", tmp_path)
     monkeypatch.setattr(experiments, "OUT", tmp_path / "experiments.md")
@@ -122,7 +149,7 @@ def test_every_claim_of_the_key_is_borne_out_by_seeds_that_did_not_write_it():
     assert figures.keys() == experiments.VARIANTS.keys() and len(figures["default"]["sampled"]) >= 10
     assert experiments.unsupported(figures) == []
     for experiment in experiments.EXPERIMENTS:  # every figure in an answer is one that a claim speaks of
-        shown = set(re.findall(r"\{(\w+)\[(\w+)\]", experiment.tip + experiment.answer))
+        shown = set(re.findall(r"\{(\w+)\[(\w+)\]", experiment.tip + experiment.numbers + experiment.answer))
         claimed = set(re.findall(r"(\w+)\['(\w+)'\]", " ".join(experiment.claims)))
         assert shown <= claimed, (experiment.name, shown - claimed)
 

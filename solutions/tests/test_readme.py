@@ -111,6 +111,22 @@ def test_every_command_of_the_readme_is_one():
     assert {"--versus", "--redraw", "--show", "--solutions"} <= named
 
 
+def test_every_picture_is_small_and_stands_beside_its_command():
+    found = re.findall(r"!\[([^]]+)\]\((figures/\w+\.png)\)", README)
+    assert [path for _, path in found] == [
+        "figures/task2.png",
+        "figures/task3.png",
+        "figures/task4.png",
+        "figures/step.png",
+    ]
+    assert {path.name for path in (LAB / "figures").iterdir()} == {path.removeprefix("figures/") for _, path in found}
+    for told, path in found:
+        assert (LAB / path).stat().st_size <= 60_000 and path in STUDENT
+        assert len(told) > 100, "those who cannot see it read what it shows"
+        around = README[max(0, README.index(path) - 1200) : README.index(path) + 300]
+        assert f"--out {path.removeprefix('figures/')}`" in around
+
+
 def test_every_experiment_has_a_question_and_an_answer():
     rows = [
         line for line in section("## Things to try").splitlines() if line.startswith("| `") or line.startswith("| in")
@@ -118,9 +134,9 @@ def test_every_experiment_has_a_question_and_an_answer():
     assert all(row.count("?") >= 1 for row in rows)
     assert len(rows) == len(experiments.EXPERIMENTS)
     tips = experiments.tips(json.loads((experiments.FOLDER / "figures.json").read_text(encoding="utf-8")))
-    folded = experiments.one_line(section("## Things to try"))
-    for experiment in experiments.EXPERIMENTS:  # the tip under each question has the measured numbers
-        assert f"<summary>{experiment.title}</summary> {tips[experiment.name]} </details>" in folded, experiment.name
+    for experiment in experiments.EXPERIMENTS:  # the tip under each question, and the measured numbers below it
+        assert tips[experiment.name] in section("## Things to try"), experiment.name
+        assert not re.search(r"\{", experiment.tip), "a hint leads there, the numbers are folded away below it"
     asked = " ".join(rows)
     for variant, changes in experiments.VARIANTS.items():
         for name, value in changes.items():

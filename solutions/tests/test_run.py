@@ -18,6 +18,7 @@ import run
 import tinylm
 from lab.files import lock_on
 from lab.history import METRICS, Run, print_table, read_csv
+from lab.tasks import watched_gradient
 
 pytestmark = pytest.mark.usefixtures("sft")  # so that no run below has to say that it trains the policy
 DEFAULT_FILES = {"grpo_tinylm.png", "grpo_tinylm.csv", "tinylm_grpo.pt"}
@@ -115,6 +116,69 @@ def test_settings_reach_the_training(runs, call, tmp_path):
     assert differ(first / "tinylm_grpo.pt", tmp_path / "tinylm_grpo.pt")
     assert call(*TINY, "--seed", "1", "--out", "seed.png").returncode == 0
     assert differ(first / "tinylm_grpo.pt", tmp_path / "seed.pt")
+
+
+def test_several_seeds_are_runs_of_their_own_and_the_first_keeps_its_checkpoint(runs, call, tmp_path):
+    first, _ = runs["first"]
+    result = call(*TINY, "--seeds", "2")
+    assert result.returncode == 0
+    assert "iteration 2 of 3, seed 1: reward" in result.stdout
+    assert call(*TINY, "--seed", "1", "--out", "second.png").returncode == 0
+    _, rows = rows_of(tmp_path / "grpo_tinylm.csv")
+    assert rows == rows_of(first / "grpo_tinylm.csv")[1] + rows_of(tmp_path / "second.csv")[1]
+    assert not differ(first / "tinylm_grpo.pt", tmp_path / "tinylm_grpo.pt")
+    after = [float(row["sampled_accuracy"]) for row in rows if row["iteration"] == "3"]
+    spread = f"{sum(after) / 2:.3f} ({min(after):.3f} to {max(after):.3f})"
+    assert spread in next(line for line in result.stdout.splitlines() if "accuracy, sampled" in line)
+
+
+def test_ctrl_c_in_a_later_seed_keeps_them_all(call, reference, monkeypatch, tmp_path):
+    step, count, drawn = reference.grpo_step, [], []
+
+    def interrupted(*arguments):
+        count.append(1)
+        if len(count) == 5:  # the second iteration of the second seed
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(reference, "grpo_step", interrupted)
+    monkeypatch.setattr(run, "plot", lambda runs, path, mark="": drawn.append(runs[0]) or path.write_bytes(b"picture"))
+    result = call(*TINY, "--seeds", "3")
+    assert result.returncode == 130
+    assert result.stderr == "run.py: stopped by Ctrl-C after iteration 1 of 3, seed 1\n"
+    assert names(tmp_path) == DEFAULT_FILES
+    read = read_csv(tmp_path / "grpo_tinylm.csv")
+    assert [len(history) for history in read.histories] == [4, 2]
+    assert drawn[0].whole == [drawn[0].history], "a mean over whole seeds only"
+
+
+def test_a_later_seed_that_fails_leaves_the_first_ones_checkpoint(call, reference, monkeypatch, tmp_path):
+    step, count = reference.grpo_step, []
+
+    def spoilt(*arguments):
+        samples, metrics = step(*arguments)
+        count.append(1)
+        return samples, metrics | {"loss": torch.tensor(float("nan") if len(count) == 4 else 0.0)}
+
+    monkeypatch.setattr(reference, "grpo_step", spoilt)
+    result = call(*TINY, "--seeds", "2")
+    assert_one_line(result, "run.py: ", "iteration 1", "--lr")
+    assert names(tmp_path) == DEFAULT_FILES
+    assert len(read_csv(tmp_path / "grpo_tinylm.csv").histories) == 1
+
+
+def test_the_gradient_is_the_one_that_the_optimizer_follows():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([weight, torch.nn.Parameter(torch.zeros(1))])
+    with watched_gradient() as norm:
+        optimizer.step()
+        assert norm == [0.0]
+        (weight * torch.tensor([3.0, 4.0])).sum().backward()
+        optimizer.step()
+        assert norm == [5.0]
+    weight.grad *= 2
+    optimizer.step()
+    assert norm == [5.0], "it goes on watching"
 
 
 def test_on_a_terminal_a_progress_bar_with_reward_and_kl(call, monkeypatch):
