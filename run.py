@@ -115,7 +115,8 @@ def train(grpo: ModuleType, model: tinylm.TinyLM, args: argparse.Namespace) -> t
         if not histories or len(histories[0]) < 2:  # row 0 is the evaluation before training
             raise
         reason, status = reason_and_status(stop)
-        done = f"iteration {len(histories[-1]) - 1} of {args.iters}" + f", seed {config.seed}" * (args.seeds > 1)
+        done = f"iteration {max(0, len(histories[-1]) - 1)} of {args.iters}"
+        done += f", seed {config.seed}" if args.seeds > 1 else ""
         print(f"run.py: stopped by {reason} after {done}", file=sys.stderr)
         return histories, status
     return histories, 2

@@ -71,7 +71,7 @@ def look(grpo: ModuleType, logp: Tensor, old_logp: Tensor, ref_logp: Tensor, adv
         gradient=push(grpo, logp, *constants, config.clip, config.beta),
         clipped=(surrogate == 0) & (mask > 0) & (advantages.unsqueeze(1) != 0),
         ratio=(logp - old_logp).exp(),
-        k3=grpo.k3_kl(logp, ref_logp),
+        k3=grpo.k3_kl(logp, ref_logp).expand_as(logp),
     )
 
 

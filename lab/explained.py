@@ -106,6 +106,7 @@ def draw_head(sheet: Sheet, step: Step, config) -> None:
         f"right is {step.right}; G = {config.G}, clip {config.clip:g}, beta {config.beta:g}, Adam at {config.lr:g}"
     )
     settings += f", temperature {config.temperature:g}, seed {config.seed}{'' if config.std else ', mean only'}"
+    settings += "" if step.advantages.any() else "; no signal: no answer is better than its group"
     sheet.write(0.15, 0.6, settings, color="#444444")
     patches = [Patch(color=tint(1, 1)), Patch(color=tint(-1, 1))]
     patches += [Patch(facecolor="white", edgecolor="black", linewidth=1.8), Patch(color=PADDING)]
