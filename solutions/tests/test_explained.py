@@ -228,17 +228,13 @@ def test_parts_of_extreme_arguments_are_drawn(reference, tmp_path):
 
 
 def test_two_runs_give_equal_bytes(call, tmp_path):
-    for flags, ending in (
-        (["--explain", "37+48"], ".png"),
-        (["--explain-parts"], ".png"),
-        (["--explain-parts"], ".svg"),
-    ):
+    for flags, ending in ((["--explain", "37+48"], ".png"), (["--explain-parts", "2", "4"], ".svg")):
         pair = [tmp_path / f"{name}{flags[0]}{ending}" for name in ("a", "b")]
         for path in pair:
             assert call(*flags, "--out", path.name).returncode == 0
         assert pair[0].read_bytes() == pair[1].read_bytes()
-    assert len(names(tmp_path)) == 6
-    assert_one_line(call("--explain", "--out", "a--explain-parts.png"), "is there already")
+    assert len(names(tmp_path)) == 4
+    assert_one_line(call("--explain", "--out", "a--explain-parts.svg"), "is there already")
     assert_one_line(call("--explain-parts", "--out", "a--explain.png"), "is there already")
 
 
