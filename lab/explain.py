@@ -4,7 +4,9 @@ import copy
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
@@ -150,26 +152,25 @@ def step_as_text(step: Step) -> str:
     """The step for a terminal, and for those who cannot see the picture: equal lines together, with their number."""
     lines = [f"{step.prompt} the right answer is {step.right}"]
 
-    def group(title: str, cell) -> None:
-        """A line per answer: its number, tokens, reward and advantage, then `cell(i, t)` for each own token."""
-        lines.extend(["", title])
+    def pushed(moment: Moment, i: int, t: int) -> str:
+        return f"{moment.gradient[i, t]:+.4f}{' clipped' if moment.clipped[i, t] else ''}"
+
+    def moved(moment: Moment, i: int, t: int) -> str:
+        return f"{moment.ratio[i, t]:.2f} ({moment.k3[i, t]:.3f})"
+
+    def group(title: str, told: Callable[[Moment, int, int], str], moment: Moment) -> None:
+        """A line per answer: its number, tokens, reward and advantage, then what is told of each token."""
+        padding = (step.mask == 0) & (moment.gradient == 0)  # a wrong function may push what follows the end
         rows = []
         for i, tokens in enumerate(step.tokens):
-            cells = [cell(i, t) if step.mask[i, t] else "padding" for t in range(len(tokens))]
-            told = [f"{token} {text:14}" for token, text in zip(tokens, cells, strict=True)]
-            rows.append(
-                f"{tokens}  reward {step.rewards[i]:.0f}  advantage {step.advantages[i]:+.2f}   {' '.join(told)}"
-            )
-        lines.extend(f"  {n} x {row.rstrip()}" for row, n in Counter(rows).items())
+            cells = ["padding" if padding[i, t] else told(moment, i, t) for t in range(len(tokens))]
+            row = " ".join(f"{token} {cell:14}" for token, cell in zip(tokens, cells, strict=True)).rstrip()
+            rows.append(f"{tokens}  reward {step.rewards[i]:.0f}  advantage {step.advantages[i]:+.2f}   {row}")
+        lines.extend(["", title, *(f"  {n} x {row}" for row, n in Counter(rows).items())])
 
-    for k, moment in enumerate(step.moments):
-        clipped = moment.clipped.tolist()
-        if k > 0:
-            title = f"After inner step {k}: the ratio, and k3 in nats, of each token"
-            group(title, lambda i, t, m=moment: f"{m.ratio[i, t]:.2f} ({m.k3[i, t]:.3f})")
-        if k + 1 < len(step.moments):
-            title = f"Inner step {k + 1} pushes each token up (+) or down (-): the gradient of the objective"
-            group(title, lambda i, t, m=moment, c=clipped: f"{m.gradient[i, t]:+.4f}{' clipped' if c[i][t] else ''}")
+    for k, (before, after) in enumerate(pairwise(step.moments), start=1):
+        group(f"Inner step {k} pushes each token up (+) or down (-): the gradient of the objective", pushed, before)
+        group(f"After inner step {k}: the ratio, and k3 in nats, of each token", moved, after)
     lines += ["", "The exact chance of each answer, " + ", ".join(times_of_day(step))]
     for answer, chances in zip(step.answers, step.chances.T.tolist(), strict=True):
         told = "  ".join(f"{chance:.3f}" for chance in chances)

@@ -45,12 +45,13 @@ def shade(colour: str, i: int, of: int) -> tuple[float, float, float]:
 
 def draw_cells(panel: Axes, step: Step, values: Tensor, largest: float, clipped: Tensor, told: list) -> None:
     """A cell per token, coloured by its value: full colour at `largest`; a frame where it is clipped, grey where it is
-    padding. Token and `told[row][column]`, two numbers or one, are written into it.
+    padding, unless a wrong function gives that a value, too. Token and `told[row][column]`, two numbers or one, are
+    written into it.
     """
     rows, columns = values.shape
     for i in range(rows):
         for t in range(columns):
-            padding = not step.mask[i, t]
+            padding = not step.mask[i, t] and values[i, t] == 0
             colour = PADDING if padding else tint(values[i, t].item(), largest)
             panel.add_patch(Rectangle((t, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=2))
             if clipped[i, t]:
@@ -146,8 +147,7 @@ def draw_step(step: Step, config, path: Path) -> None:
     sheet = Sheet(max(right + 4.3, 10), lower + tall + 0.3)
     draw_head(sheet, step, config)
 
-    own = step.mask > 0
-    pushes = torch.cat([moment.gradient[own] for moment in step.moments[:-1]])
+    pushes = torch.cat([moment.gradient for moment in step.moments[:-1]])
     hardest = pushes[pushes.isfinite()].abs().max().item() if pushes.isfinite().any() else 0.0
     for k, (before, after) in enumerate(pairwise(step.moments)):
         x = left + k * (block + gap)
@@ -157,7 +157,7 @@ def draw_step(step: Step, config, path: Path) -> None:
         sheet.write(x, lower - 0.17, f"After step {k + 1}: ratio, k3 below it", weight="bold")
         pairs = torch.stack([after.ratio, after.k3], dim=-1).tolist()
         moved = [[[f"{number:.2f}" for number in cell] for cell in row] for row in pairs]
-        draw_cells(sheet.axes(x, lower, block, tall), step, after.ratio.log(), FULL, after.clipped, moved)
+        draw_cells(sheet.axes(x, lower, block, tall), step, after.ratio.log() * step.mask, FULL, after.clipped, moved)
     for y in (upper, lower):
         sheet.write(1.05, y - 0.17, "reward", ha="right")
         sheet.write(1.75, y - 0.17, "A", ha="right", weight="bold")

@@ -130,6 +130,7 @@ def test_a_wrong_function_draws_its_own_wrong_picture(mistake, sft, reference, m
         assert not any(moment.clipped.any() for moment in wrong.moments)
     if mistake is no_mask:
         assert wrong.moments[0].gradient[0, 3] != 0 == step.moments[0].gradient[0, 3]
+        assert "padding" not in explain.step_as_text(wrong).partition("After inner step 1")[0]
     if mistake is one_step:
         assert len(wrong.moments) == 2 < len(step.moments)
     if mistake is wrong_sign:
