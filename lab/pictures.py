@@ -1,6 +1,7 @@
 """The pictures of runs, and of pass@k; and what all pictures have in common."""
 
 import functools
+import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -170,9 +171,9 @@ class Nine:
         if not self.alone:
             return
         low, high = self.limits[name]
-        inside = [(i, value) for i, value in zip(x, values, strict=True) if low <= value <= high]
+        inside = [value if low <= value <= high else math.nan for value in values]
         dots = {"alpha": 0.35, "markersize": 4, "markeredgewidth": 0, "label": "one iteration"}
-        panel.plot(*zip(*inside, strict=True), "o", color=colour, **dots)
+        panel.plot(x, inside, "o", color=colour, **dots)
         label = f"{min(values):.3g} to {max(values):.3g}" if min(values) < low else f"up to {max(values):.3g}"
         for marker, edge, sign in (("^", high, 1), ("v", low, -1)):
             spikes = [i for i, value in zip(x, values, strict=True) if sign * value > sign * edge]
