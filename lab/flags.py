@@ -120,7 +120,7 @@ def run_parser() -> RunParser:
     out = f"the plot; CSV and checkpoint beside it: clip.png, clip.csv, clip.pt (default: {DEFAULT_OUT}, and {{}})"
     others = " or ".join(str(picture) for picture, _ in INSTEAD.values() if picture != DEFAULT_OUT)
     parser.add_argument("--out", type=Path, metavar="FILE", help=out.format(others))
-    flag("--show", 0, number(int, 0, 100), "groups of answers to print at every evaluation, with their advantages")
+    flag("--show", 0, number(int, 0, 100), "groups of answers to print at every evaluation, with their chances")
     several = parser.add_mutually_exclusive_group()
     csvs = {"action": "extend", "type": Path, "nargs": "+", "default": [], "metavar": "CSV"}
     several.add_argument("--versus", help="draw these earlier runs into the same plot", **csvs)
