@@ -3,7 +3,6 @@
 import functools
 import inspect
 import sys
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which -P and --import-mode=importlib leave out
@@ -12,7 +11,9 @@ import pytest
 import torch
 
 import tinylm
-from lab.examine import NAMES, Examiner, Memory
+from lab.door import NAMES, answer
+from lab.door.loading import load_student
+from lab.examine import Examiner, Memory
 from lab.inputs import SEED, uniform
 from lab.start import REFERENCE, find_grpo, load_module, wants_reference
 
@@ -36,21 +37,13 @@ def reference():
 
 @pytest.fixture(scope="session")
 def loaded(request):
-    """(the module under test, None), or (None, why it cannot be imported)."""
+    """(the module under test, ""), or (None, why it cannot be imported)."""
     solutions = request.config.getoption("--solutions") or BY_DEFAULT
     try:
         path = find_grpo(solutions)
     except ValueError as error:
         return None, str(error)
-    try:
-        return load_module(path, "grpo"), None
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SyntaxError):
-            where = f"line {error.lineno}: {(error.text or '').strip()}"
-        else:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-            where = f"line {frames[-1].lineno}: {frames[-1].line}" if frames else "its first lines"
-        return None, f"grpo.py cannot be imported: {type(error).__name__}: {error}\n  at {where}"
+    return load_student(path)
 
 
 @pytest.fixture
@@ -71,7 +64,8 @@ def memory():
 @pytest.fixture
 def examiner(grpo, reference, sft, memory, monkeypatch, request):
     """Grades one task alone: the reference does the earlier ones; where it is absent, they must pass a first test."""
-    examiner = Examiner(grpo, sft, memory, with_traceback=request.config.getoption("tbstyle") != "auto")
+    door = functools.partial(answer, grpo)
+    examiner = Examiner(door, sft, memory, with_traceback=request.config.getoption("tbstyle") != "auto")
     task = int(request.node.name.removeprefix("test_task")[0])
     for earlier in BUILDS_ON.get(task, ()):
         if reference:

@@ -9,6 +9,7 @@ import copy
 import math
 import statistics
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +17,9 @@ from torch import Tensor
 
 import tinylm
 from lab.diagnose import close, loss, samples, step, symptoms
-from lab.diagnose.step import flat
+from lab.door.models import OddAnswers, flat
 from lab.examine import differences, rounded
-from lab.inputs import (
-    SEED,
-    Batch,
-    OddAnswers,
-    fresh_batch,
-    shaken,
-    short_and_long_prompts,
-    some_prompts,
-    talkative,
-)
+from lab.inputs import SEED, Batch, fresh_batch, shaken, short_and_long_prompts, some_prompts, talkative
 
 # Task 1: sample_group --------------------------------------------------------------------------------------------
 
@@ -111,9 +103,8 @@ def test_task1_draws_from_the_generator(examiner, sft):
         examiner.wrong(1, "another generator gives the same responses: pass `generator` on to tinylm.generate")
     if not torch.equal(first, again):
         examiner.wrong(1, "the same generator gives other responses: all randomness must come from `generator`")
-    generator = torch.Generator().manual_seed(SEED)
-    once = examiner.call(1, sft, prompts, 8, 1.5, generator).responses
-    if torch.equal(once, examiner.call(1, sft, prompts, 8, 1.5, generator).responses):
+    once, twice = (got.responses for got in examiner.samples(sft, prompts, 8, 1.5, seed=SEED, times=2))
+    if torch.equal(once, twice):
         examiner.wrong(1, "a second call with the same generator repeats the first: do not seed inside the function")
 
 
@@ -196,13 +187,13 @@ def test_task2_group_without_signal_gets_zero(examiner):
 
 def check_k3(examiner, logp: Tensor, ref_logp: Tensor):
     """Values and gradient against u - log u - 1 and 1 - u, token by token in float64."""
-    got, gradient = examiner.k3(logp, ref_logp)
+    weights = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp)  # unequal: a swapped or summed gradient shows
+    got, gradient = examiner.k3(logp, ref_logp, weights)
     log_u = (ref_logp - logp).double()
     expected = torch.tensor([[math.exp(d) - d - 1 for d in row] for row in log_u.tolist()], dtype=torch.float64)
     given = {"logp": logp, "ref_logp": ref_logp}
     examiner.compare(3, "k3", got, expected, given)
-    weights = torch.linspace(0.5, 1.5, log_u.numel()).view_as(log_u)  # unequal: a swapped or summed gradient shows
-    examiner.compare(3, "the gradient of k3", gradient(weights) / weights, 1 - log_u.exp(), given)
+    examiner.compare(3, "the gradient of k3", gradient / weights, 1 - log_u.exp(), given)
 
 
 @pytest.mark.points(4)
@@ -230,7 +221,7 @@ def test_task3_is_an_unbiased_estimate_of_the_kl(examiner, draw):
     log_p, log_q = draw(-1.5, 1.5, 2, 14).log_softmax(dim=-1).double()
     tokens = torch.multinomial(log_p.exp(), 200_000, True, generator=torch.Generator().manual_seed(SEED)).view(-1, 4)
     logp, ref_logp = log_p[tokens], log_q[tokens]
-    got, _ = examiner.k3(logp.float(), ref_logp.float())
+    got, _ = examiner.k3(logp.float(), ref_logp.float(), torch.ones(logp.shape))
     exact = (log_p.exp() * (log_p - log_q)).sum()
     standard_error = got.std() / math.sqrt(got.numel())
     if (got.mean() - exact).abs() > 6 * standard_error + 1e-5:
@@ -336,48 +327,46 @@ def test_task4_metrics(examiner, draw):
     batch.old_logp[:, 0] = batch.logp[:, 0] - math.log(1.3) * sign  # ratios within 0.35, but beyond 0.2
     batch.old_logp[:, 1] = batch.logp[:, 1] + math.log(2) * sign  # outside, but on the side that is not clipped
     batch.old_logp[:, 2] = batch.logp[:, 2] - math.log(2) * sign  # clipped, whatever was drawn
-    _, _, metrics = examiner.loss(batch)
+    _, _, answer = examiner.loss(batch)
     ratio, own = (batch.logp - batch.old_logp).exp().double(), batch.mask.bool()
     A = batch.advantages[:, None]
     clipped = ratio.clamp(1 - batch.clip, 1 + batch.clip) * A < ratio * A
     log_u = (batch.ref_logp - batch.logp).double()
     for key, values in (("clip_fraction", clipped.double()), ("kl", log_u.exp() - log_u - 1), ("ratio", ratio)):
-        got = examiner.metric(4, metrics, key)
+        got = examiner.metric(4, answer, key)
         mistakes = loss.metrics(key, values, batch)
-        examiner.compare(4, f"metrics[{key!r}]", got, values[own].mean(), mistakes=mistakes)
+        symptom = partial(symptoms.of_metric, examiner.metrics_again, key, batch)
+        examiner.compare(4, f"metrics[{key!r}]", got, values[own].mean(), mistakes=mistakes, symptom=symptom)
 
 
 # Task 5: grpo_step -----------------------------------------------------------------------------------------------
 
 
-def configuration(examiner, **changes):
-    values = {"G": 4, "inner_steps": 1, "clip": 0.05, "beta": 0.5, "std": True, "temperature": 1.0, "lr": 0.1}
-    return examiner.grpo.GRPOConfig(**(values | changes))
+SETTINGS = {"G": 4, "inner_steps": 1, "clip": 0.05, "beta": 0.5, "std": True, "temperature": 1.0, "lr": 0.1}
 
 
 def check_step(examiner, sft, far: bool = False, **changes):
     """Take one step of SGD with the student's function, and compare the weights with a replay of the same samples."""
-    config, prompts = configuration(examiner, **changes), short_and_long_prompts(6)
+    settings, prompts = SETTINGS | changes, short_and_long_prompts(6)
     for seed in range(SEED, SEED + 20):
-        policy, reference = shaken(sft, seed, 0.06 if far else 0.02), copy.deepcopy(sft)
-        before = copy.deepcopy(policy).requires_grad_(False)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-        got, metrics = examiner.step(policy, reference, optimizer, prompts, config, seed)
-        expected, history = step.replay(before, reference, got, config)
+        policy = shaken(sft, seed, 0.06 if far else 0.02)
+        answer = examiner.steps(policy, sft, "SGD", prompts, settings, seed)
+        taken = answer["steps"][0]
+        expected, history = step.replay(policy, sft, taken["samples"], SimpleNamespace(**settings))
         # Once in some ten draws a token is so much likelier under the reference that k3's exp throws the policy far
         # off, where rounding decides what comes next. That says nothing about the student's function: draw again.
-        moved = not torch.equal(expected, flat(before))  # some group has a signal
+        moved = not torch.equal(expected, flat(policy))  # some group has a signal
         if moved and all((entry["kl"] > 0.3) == far and entry["loss"].isfinite() for entry in history):
             break
     for key in ("loss", "clip_fraction", "kl", "ratio"):
-        examiner.metric(5, metrics, key)
-    weights, start = flat(policy), flat(before)
+        examiner.metric(5, taken, key)
+    start, weights = flat(policy), answer["policy"]
     length = (expected - start).norm()
     if not step.agree(weights, expected, length):
         moved = f"\n  they moved {(weights - start).norm() / length:.3f} times as far as they should"
-        settings = ", ".join(f"{name} {getattr(config, name)}" for name in changes)
-        examiner.wrong(5, "the weights after the step are wrong", f"{moved}\n  with {settings}")
-    return metrics, history
+        shown = ", ".join(f"{name} {settings[name]}" for name in changes)
+        examiner.wrong(5, "the weights after the step are wrong", f"{moved}\n  with {shown}")
+    return taken, history
 
 
 @pytest.mark.points(6)
@@ -398,48 +387,41 @@ def test_task5_several_inner_steps_on_the_same_samples(examiner, sft):
 @pytest.mark.points(4)
 def test_task5_one_inner_step_never_clips(examiner, sft):
     """With one inner step logp equals old_logp, so every ratio is exactly 1, iteration after iteration."""
-    policy = copy.deepcopy(sft).requires_grad_()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)  # a rate at which a late old_logp would show at once
-    config = configuration(examiner, clip=0.01)
-    for iteration in range(3):
-        _, metrics = examiner.step(policy, copy.deepcopy(sft), optimizer, some_prompts(8), config, seed=iteration)
-        ratio, clipped = (examiner.metric(5, metrics, key) for key in ("ratio", "clip_fraction"))
+    policy, prompts = copy.deepcopy(sft).requires_grad_(), some_prompts(24).view(3, 8, -1)
+    # Adam, at a rate at which a late old_logp would show at once.
+    answer = examiner.steps(policy, sft, "Adam", prompts, SETTINGS | {"clip": 0.01, "lr": 0.01})
+    for iteration, taken in enumerate(answer["steps"], start=1):
+        ratio, clipped = (examiner.metric(5, taken, key) for key in ("ratio", "clip_fraction"))
         if abs(ratio - 1) > 1e-5 or clipped > 0:
             what = "with one inner step the ratio must be 1 and nothing clipped: take old_logp before the optimizer "
             what += "step, with the same model, tokens and temperature as logp, and measure no metrics after it"
-            got = f"a mean ratio of {ratio:.5f} and a clip fraction of {clipped:.3f} in iteration {iteration + 1}"
+            got = f"a mean ratio of {ratio:.5f} and a clip fraction of {clipped:.3f} in iteration {iteration}"
             examiner.wrong(5, what, f"\n  got {got}")
 
 
 @pytest.mark.points(3)
 def test_task5_leaves_the_reference_alone(examiner, sft):
     policy, reference = shaken(sft, SEED), copy.deepcopy(sft).requires_grad_()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    before = flat(policy)
-    examiner.step(policy, reference, optimizer, some_prompts(4), configuration(examiner, inner_steps=1))
-    if not torch.equal(flat(reference), flat(sft)):
+    answer = examiner.steps(policy, reference, "SGD", some_prompts(4), SETTINGS)
+    if not torch.equal(answer["reference"], flat(sft)):
         examiner.wrong(5, "the reference was trained: its weights must never change")
-    if any(weight.grad is not None for weight in reference.parameters()):
+    if answer["reference has gradient"]:
         examiner.wrong(5, "ref_logp carries gradient into the reference: compute it under torch.no_grad()")
-    if torch.equal(flat(policy), before):
+    if torch.equal(answer["policy"], flat(policy)):
         examiner.wrong(5, "the policy did not change: call loss.backward() and then optimizer.step()")
 
 
 @pytest.mark.points(3)
 def test_task5_samples_the_policy_with_the_generator(examiner, sft):
-    def responses(seed: int) -> Tensor:
-        policy = shaken(sft, SEED)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        torch.manual_seed(SEED)  # of the global generator, which must not matter
-        # A reference that never learnt anything: its samples would be random characters.
-        arguments = policy, tinylm.TinyLM(), optimizer, some_prompts(8), configuration(examiner), seed
-        return examiner.step(*arguments)[0].responses
+    def taken(policy, reference, prompts: Tensor, seed: int = SEED, **changes):
+        return examiner.steps(policy, reference, "SGD", prompts, SETTINGS | changes, seed)["steps"][0]["samples"]
 
-    policy = copy.deepcopy(sft).requires_grad_()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    got, _ = examiner.step(policy, sft, optimizer, some_prompts(64), configuration(examiner, temperature=0.5))
+    got = taken(copy.deepcopy(sft).requires_grad_(), sft, some_prompts(64), lr=0.0, temperature=0.5)
     check_temperature(examiner, 5, sft, got.prompts, got.responses, 0.5)
-    first, again, other = responses(SEED), responses(SEED), responses(SEED + 1)
+    # A reference that never learnt anything: its samples would be random characters.
+    first, again, other = (
+        taken(shaken(sft, SEED), tinylm.TinyLM(), some_prompts(8), seed).responses for seed in (SEED, SEED, SEED + 1)
+    )
     ended = (first == tinylm.EOS).any(dim=1).float().mean()
     if ended < 0.8:  # of the policy's samples nearly all end in four tokens, of random ones a quarter
         examiner.wrong(5, "the samples do not come from the policy: sample from `model`, not from `ref_model`")
@@ -451,24 +433,21 @@ def test_task5_samples_the_policy_with_the_generator(examiner, sft):
 
 @pytest.mark.points(3)
 def test_task5_metrics_of_the_last_inner_step(examiner, sft):
-    metrics, history = check_step(examiner, sft, inner_steps=3, lr=0.03, std=False)
+    taken, history = check_step(examiner, sft, inner_steps=3, lr=0.03, std=False)
     for key in ("loss", "clip_fraction", "kl", "ratio"):
         of_steps = torch.stack([entry[key] for entry in history])
-        got, mistakes = examiner.metric(5, metrics, key), step.metrics(key, of_steps)
+        got, mistakes = examiner.metric(5, taken, key), step.metrics(key, of_steps)
         examiner.compare(5, f"metrics[{key!r}]", got, of_steps[-1], mistakes=mistakes, tolerance=1e-3)
 
 
 @pytest.mark.points(4)
 def test_task5_training_raises_the_accuracy(examiner, sft):
     """100 iterations with the default settings raise the exact sampled accuracy by at least 6 points."""
-    config = examiner.grpo.GRPOConfig()
-    policy = copy.deepcopy(sft).requires_grad_()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=config.lr, fused=True)
-    train, held_out = tinylm.problems()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        prompts = train[torch.randint(len(train), (config.P,), generator=generator)]
-        examiner.call(5, policy, sft, optimizer, prompts, config, generator)
+    policy, (train, held_out) = copy.deepcopy(sft).requires_grad_(), tinylm.problems()
+    drawn = torch.randint(len(train), (100, 16), generator=torch.Generator().manual_seed(0))
+    settings = {"G": 8, "inner_steps": 2, "lr": 3e-4, "clip": 0.2, "beta": 0.04, "std": True, "temperature": 1.0}
+    weights = examiner.steps(policy, sft, "Adam", train[drawn], settings, seed=0)["policy"]
+    torch.nn.utils.vector_to_parameters(weights.float(), policy.parameters())
     before, after = (tinylm.success_probability(model, held_out).mean().item() for model in (sft, policy))
     if not after - before >= 0.06:  # also when it is NaN
         got = f"after 100 iterations the sampled accuracy went from {before:.3f} to {after:.3f}"

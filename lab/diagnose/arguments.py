@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 import tinylm
 from lab.diagnose import Seen, joined, named
-from lab.diagnose.calls import Calls
+from lab.door.calls import Calls
 from tinylm import TinyLM
 
 
@@ -25,9 +26,9 @@ class Taken:
 
     before: TinyLM
     reference: TinyLM
-    samples: object  # the student's Samples
+    samples: SimpleNamespace  # prompts, responses, mask and rewards
     calls: Calls
-    config: object  # the student's GRPOConfig
+    config: SimpleNamespace  # the settings
     weights: Tensor  # of the policy afterwards, in one row
     reference_moved: bool
 

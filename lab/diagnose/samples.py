@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import tinylm
-from lab.inputs import SEED, some_prompts
+from lab.inputs import some_prompts
 
 
 def first_row(got: list[str], expected: list[str]) -> str:
@@ -37,11 +37,11 @@ def draws(model: tinylm.TinyLM, prompts: Tensor, G: int, got) -> str:
 
 
 def diagnose(call: Callable, model: tinylm.TinyLM) -> str:
-    """What is wrong with the rows and the draws of a sample_group; `call` gives its Samples, or None where it raises.
-    "" if they are right.
+    """What is wrong with the rows and the draws of a sample_group; `call(model, prompts, G)` gives its Samples, or None
+    where it raises. "" if they are right.
     """
     prompts, G = some_prompts(16), 8
-    if (got := call(model, prompts, G, 1.0, torch.Generator().manual_seed(SEED))) is None:
+    if (got := call(model, prompts, G)) is None:
         return ""
     rows, got_rows = tinylm.decode(prompts.repeat_interleave(G, dim=0)), tinylm.decode(got.prompts)
     if got_rows == tinylm.decode(prompts.repeat(G, 1)):

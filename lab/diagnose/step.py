@@ -1,8 +1,8 @@
 """Task 5: one step, replayed from the samples that the student's function returned, right or with mistakes."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 import tinylm
 from lab.diagnose import Mistakes, few_deviations, joined, loss, symptoms
 from lab.diagnose.arguments import Taken, grouped, wrong_arguments
-from lab.diagnose.calls import unmoved
 from lab.diagnose.k3 import k3_of
+from lab.door.models import flat
 from lab.inputs import Batch, shaken, short_and_long_prompts
 from tinylm import TinyLM
 
@@ -79,11 +79,6 @@ def replay(policy: TinyLM, reference: TinyLM, samples, config, names: tuple = RI
     return flat(model), history
 
 
-def flat(model: TinyLM) -> Tensor:
-    """All weights of a model in one row."""
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
 def agree(a: Tensor, b: Tensor, length: Tensor) -> bool:
     """Whether two rows of weights are the same, but for rounding: in parts of the step's own length."""
     return bool((a - b).norm() < 2e-3 * length)
@@ -106,34 +101,29 @@ def scaled(step: Taken) -> str:
     return f"the step has the right direction and {scale:.4g} times the right length: something scales it"
 
 
-def probes(configuration: Callable) -> list:
+def probes() -> list[dict]:
     """Settings under which the mistakes tell themselves from one another. The rate is small, so that no step throws
     the policy so far off that rounding decides what comes next.
     """
-    one = {"inner_steps": 1, "temperature": 1.4, "clip": 0.03, "beta": 0.3, "std": False}
-    return [
-        configuration(**{"G": 4, "lr": 0.02} | one),
-        configuration(**{"G": 4, "lr": 0.02} | one | {"inner_steps": 3}),
-        configuration(G=4, lr=0.02, inner_steps=1, temperature=0.8, clip=0.05, beta=0.5, std=True),
-    ]
+    one = {"G": 4, "lr": 0.02, "inner_steps": 1, "temperature": 1.4, "clip": 0.03, "beta": 0.3, "std": False}
+    return [one, one | {"inner_steps": 3}, one | {"temperature": 0.8, "clip": 0.05, "beta": 0.5, "std": True}]
 
 
-def diagnose(call: Callable, configuration: Callable, sft: TinyLM) -> str:
-    """What is wrong with a grpo_step. `call(policy, reference, optimizer, prompts, config)` takes a step and gives
-    (samples, calls), or None where it raises; `configuration` is GRPOConfig. "" if it is right.
+def diagnose(call: Callable, sft: TinyLM) -> str:
+    """What is wrong with a grpo_step. `call(policy, reference, prompts, settings)` takes a step of SGD and gives
+    (samples, calls, the policy's weights, the reference's), or None where it raises. "" if it is right.
     """
     prompts = short_and_long_prompts(6)
+    before, start = shaken(sft, 0), flat(sft)
 
-    def take(config) -> Taken | None:
-        policy, reference = shaken(sft, 0), copy.deepcopy(sft)
-        before = copy.deepcopy(policy).requires_grad_(False)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=config.lr)
-        if (returned := call(policy, reference, optimizer, prompts, config)) is None:
+    def take(settings: dict) -> Taken | None:
+        if (returned := call(before, sft, prompts, settings)) is None:
             return None
-        moved = not torch.equal(flat(reference), flat(sft))
-        return Taken(before, sft, *returned, config, flat(policy), moved)
+        samples, calls, weights, reference = returned
+        moved = not torch.equal(reference, start)
+        return Taken(before, sft, samples, calls, SimpleNamespace(**settings), weights, moved)
 
-    steps = [step for config in probes(configuration) if (step := take(config))]
+    steps = [step for settings in probes() if (step := take(settings))]
     wrong = [step for step in steps if not is_explained(step)]
     return symptoms.first(reasons(steps, wrong, take)) if wrong else ""
 
@@ -144,7 +134,7 @@ def reasons(steps: list[Taken], wrong: list[Taken], take: Callable) -> Iterator[
     if any(step.calls.sampled.count(len(step.samples.rewards)) > 1 for step in steps):
         yield "responses are sampled more than once: sample once, before the loop, and train on these"
     if all(torch.equal(step.weights, flat(step.before)) for step in steps):
-        yield unmoved(calls[-1])
+        yield unmoved(calls[-1].order)
     if not any("step" in call.order for call in calls):
         yield "the weights were changed without the optimizer given: call optimizer.step()"
     if any(step.reference_moved for step in steps):
@@ -154,10 +144,22 @@ def reasons(steps: list[Taken], wrong: list[Taken], take: Callable) -> Iterator[
     yield scaled(wrong[0])
 
     def is_right(**simpler) -> bool | None:
-        step = take(dataclasses.replace(wrong[-1].config, **simpler))
+        step = take(vars(wrong[-1].config) | simpler)
         return None if step is None else is_explained(step)
 
     yield symptoms.of_step(is_right, wrong[-1].config)
+
+
+def unmoved(order: list[str]) -> str:
+    """Why the weights did not change."""
+    order = [event for event in order if event != "logp"]
+    what = "the weights did not change"
+    if "step" not in order:
+        return f"{what}: call optimizer.step(), of the optimizer given"
+    if "backward" not in order:
+        return f"{what}: no gradient reaches them; call loss.backward() before optimizer.step()"
+    wrong = " ".join(order[:3])
+    return f"{what}: zero_grad, backward, step is the order of the calls, not {wrong}" if wrong else what
 
 
 METRICS = {  # from what the metric was at each inner step

@@ -119,6 +119,11 @@ def seen_in_advantages(call, rewards: Tensor, G: int, normalize_std: bool) -> It
         yield "twice the rewards give other advantages: divided by the std, their size does not count"
     if twice is not None and not normalize_std and not close(twice, 2 * base, 1e-2):
         yield "twice the rewards do not give twice the advantages, as they do when only the mean is subtracted"
+    apart = rewards.view(-1, G).clone()  # the highest of each group raised
+    apart.scatter_add_(1, apart.argmax(dim=1, keepdim=True), apart.amax(dim=1, keepdim=True).abs() + 1)
+    further = again(apart.flatten())
+    if further is not None and G > 2 and close(further, base, 1e-3):
+        yield "how far apart the rewards of a group are makes no difference, only their order: it should"
     size = base.view(-1, G).square().mean(dim=1).sqrt()
     if normalize_std and (size - 1).abs().max() > 1e-2:
         alike = (size - size.mean()).abs().max() < 1e-3
@@ -320,6 +325,34 @@ def what_moves(loss: Tensor, again: Callable[..., Tensor | None], batch: Batch) 
         yield "the reference moves the loss even where beta is 0"
     if differs(again(beta=0.0, advantages=2 * batch.advantages), None if none is None else 2 * none):
         yield "twice the advantages do not give twice the surrogate (beta = 0)"
+
+
+def of_metric(call: Callable[[Batch], dict | None], key: str, batch: Batch) -> str:
+    """What a wrong metric of grpo_loss depends on. `call` gives the metrics."""
+    return first(seen_in_metric(call, key, batch))
+
+
+def seen_in_metric(call, key: str, batch: Batch) -> Iterator[str]:
+    def moves(**changes) -> bool:
+        other = call(dataclasses.replace(batch, **changes))
+        return other is not None and abs(float(other[key]) - value) > 1e-4 * max(1, abs(value))
+
+    if (found := call(batch)) is None:
+        return
+    what, value = f"metrics[{key!r}]", float(found[key])
+    padding = batch.logp.clone()
+    padding[batch.mask == 0] = batch.old_logp[batch.mask == 0]  # ratios of 1, in place of what is far from it
+    if moves(logp=padding):
+        yield f"the log-probs of the padding move {what}: it is the mean over own tokens"
+    tensors = ("logp", "old_logp", "ref_logp", "advantages", "mask")
+    if moves(**{name: torch.cat([getattr(batch, name)] * 2) for name in tensors}):
+        yield f"all responses twice give another {what}: it is a mean, however many there are"
+    if moves(beta=2 * batch.beta):
+        yield f"beta moves {what}: it is without beta"
+    if key == "clip_fraction" and not moves(clip=0.5 * batch.clip):
+        yield f"clip makes no difference to {what}"
+    if key == "clip_fraction" and not moves(advantages=-batch.advantages):
+        yield f"the sign of the advantages makes no difference to {what}: it decides on which side a ratio is clipped"
 
 
 def of_rows(got: Tensor, expected: Tensor, lengths: Tensor) -> str:

@@ -3,6 +3,7 @@ the known mistakes from one another; a failure is short and has one first line; 
 """
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 import test_grpo
 import tinylm
 from lab.diagnose import advantages, k3, loss, samples, symptoms
+from lab.door import answer
 from lab.examine import Examiner, Memory, differences, rounded
 from lab.inputs import Batch, fresh_batch, uniform
 from lab.start import REFERENCE, load_module
@@ -209,11 +211,10 @@ def failures(task: int, changes, folder, sft) -> list[str]:
     module, memory, said = load_module(folder / "grpo.py", "grpo_that_is_wrong"), Memory(), []
     tests = [test for name, test in vars(test_grpo).items() if name.startswith(f"test_task{task}_")]
     for test in tests[: 5 if task == 5 else None]:  # without those that train for seconds
-        fixtures = {"examiner": Examiner(module, sft, memory), "sft": sft}
+        fixtures = {"examiner": Examiner(functools.partial(answer, module), sft, memory), "sft": sft}
         fixtures["draw"] = functools.partial(uniform, torch.Generator().manual_seed(0))
-        code = test.__code__
         try:
-            test(*(fixtures[name] for name in code.co_varnames[: code.co_argcount]))
+            test(*(fixtures[name] for name in inspect.signature(test).parameters))
         except pytest.fail.Exception as failure:
             said.append(str(failure))
     return said
@@ -258,10 +259,10 @@ def fresh(seed: int) -> Batch:
 @given(st.integers(0, 10**6), st.integers(2, 5), st.integers(2, 6), st.booleans())
 def test_a_right_function_has_no_symptoms(sft, seed, groups, G, normalize_std):
     reference = load_module(REFERENCE, "reference_of_the_symptoms")
-    examiner = Examiner(reference, sft, Memory())
+    examiner = Examiner(functools.partial(answer, reference), sft, Memory())
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.rand(groups * G, generator=generator) + torch.arange(groups * G) % G
-    assert symptoms.of_advantages(examiner.value_again, rewards, G, normalize_std) == ""
+    assert symptoms.of_advantages(examiner.advantages_again, rewards, G, normalize_std) == ""
     logp, ref_logp = (-3 * torch.rand(groups, G, generator=generator) for _ in range(2))
     assert symptoms.of_k3(examiner.k3_again, logp, ref_logp) == ""
     batch = fresh(seed)

@@ -29,7 +29,7 @@ class Calls:
 def watched(grpo: ModuleType, policy: TinyLM, optimizer: torch.optim.Optimizer) -> Iterator[Calls]:
     """What happens within, as Calls. Nothing is changed by being watched."""
     calls = Calls()
-    take_loss = grpo.grpo_loss
+    take_loss = getattr(grpo, "grpo_loss", None)
 
     def noting(function: Callable, note: Callable) -> Callable:
         @functools.wraps(function)
@@ -60,7 +60,7 @@ def watched(grpo: ModuleType, policy: TinyLM, optimizer: torch.optim.Optimizer) 
     with contextlib.ExitStack() as stack:
         for owner, name, note in (
             (tinylm, "generate", note_sampling),
-            (grpo, "grpo_loss", note_loss),
+            *([(grpo, "grpo_loss", note_loss)] if take_loss else []),
             (optimizer, "zero_grad", lambda *_, **__: calls.order.append("zero_grad")),
             (optimizer, "step", lambda *_, **__: calls.order.append("step")),
         ):
@@ -90,15 +90,3 @@ def twice_through_a_graph(calls: Calls) -> str:
     if calls.order.count("logp") == 1:
         return "logp is computed once, before the loop: compute it anew in each inner step, as the policy has moved"
     return "ref_logp carries gradient: compute it once, before the loop, under torch.no_grad()"
-
-
-def unmoved(calls: Calls) -> str:
-    """Why the weights did not change."""
-    order = [event for event in calls.order if event != "logp"]
-    what = "the weights did not change"
-    if "step" not in order:
-        return f"{what}: call optimizer.step(), of the optimizer given"
-    if "backward" not in order:
-        return f"{what}: no gradient reaches them; call loss.backward() before optimizer.step()"
-    wrong = " ".join(order[:3])
-    return f"{what}: zero_grad, backward, step is the order of the calls, not {wrong}" if wrong else what

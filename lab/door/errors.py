@@ -10,6 +10,7 @@ from types import FrameType
 from torch import Tensor, nn
 
 import tinylm
+from lab.door.calls import Calls, twice_through_a_graph
 from tinylm import TinyLM
 
 IN_PLACE = "a tensor that the backward pass needs was changed in place: make a new one (clamp, not clamp_)"
@@ -78,30 +79,33 @@ def in_place(function) -> str:
     return "".join(f"\n  {place}" for place in found[:3])
 
 
-def describe(error: BaseException, function, meaning: str = "") -> str:
+def describe(error: BaseException, function, calls: Calls | None = None) -> str:
     """A few lines. First what the error means, where that is known, or the line of grpo.py that raised it: nothing that
     depends on the inputs, so that it is the same in every test. Then the error, and the tensors in that line.
 
     Args:
         error: what `function`, a student's, raised.
-        meaning: what it means, if the caller knows.
+        calls: what it had called before.
     """
     text = str(error).splitlines()[0] if str(error) else ""
-    raised = f"{type(error).__name__}: {text}{fields_of(error)}"
+    kind, text = type(error).__name__, f"{text}{fields_of(error)}"
+    if "modified by an inplace operation" in text:
+        return f"{IN_PLACE}\n  it raised {kind}: {text[:80]} ...{in_place(function)}"
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = traceback.extract_tb(error.__traceback__)
     own = [i for i, line in enumerate(lines) if Path(line.filename).name == "grpo.py"]
-    meaning = meaning or next((meaning for words, meaning in MEANINGS.items() if words in text), "")
-    if "modified by an inplace operation" in text:
-        return f"{IN_PLACE}\n  it raised {raised[:100]} ...{in_place(function)}"
     if not own:
-        return f"{meaning}\n  it raised {raised}" if meaning else f"it raised {raised}"
-    at, frame, within = lines[own[-1]], frames[own[-1]], frames[own[-1] + 1 :]
-    given = [inner for inner in within if inner.f_code.co_filename == tinylm.__file__]
-    arguments = ""
-    if given and not meaning:
-        meaning, arguments = refused(given[0])
-    first = f"{meaning}\n  line {at.lineno} raised" if meaning else f"line {at.lineno} of grpo.py raised"
-    told = f"{first} {type(error).__name__}: {at.line}\n  {text}{fields_of(error)}"
-    tensors = arguments or operands(frame, at.line or "")
-    return f"{told}\n  with {tensors}" if tensors else told
+        return f"it raised {kind}: {text}"
+    outer, inner = own[0], own[-1]  # the task's function, and where in grpo.py it happened
+    given = [frame for frame in frames[inner + 1 :] if frame.f_code.co_filename == tinylm.__file__]
+    meaning, arguments = refused(given[0]) if given else ("", "")
+    meaning = next((known for words, known in MEANINGS.items() if words in text), meaning)
+    if calls and calls.order and "graph a second time" in text:
+        meaning = twice_through_a_graph(calls)
+    raised = f"line {lines[outer].lineno} of grpo.py raised {kind}: {lines[outer].line}"
+    told = [meaning, raised, text] if meaning else [raised, text]
+    if lines[inner].lineno != lines[outer].lineno:
+        told.append(f"within it, line {lines[inner].lineno}: {lines[inner].line}")
+    if tensors := arguments or operands(frames[inner], lines[inner].line or ""):
+        told.append(f"with {tensors}")
+    return "\n  ".join(told)
