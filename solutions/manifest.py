@@ -8,7 +8,8 @@ TESTS = ["conftest.py", "pyproject.toml", "test_grpo.py", "tinylm.py", *MODULES]
 STUDENT = [*TESTS, ".gitignore", "LICENSE", "README.md", "colab_grpo_trl.md", "grpo.py", "passk.py", "requirements.txt"]
 STUDENT += ["run.py", *sorted(path.relative_to(LAB).as_posix() for path in (LAB / "figures").glob("*.png"))]
 AUTOGRADER = [*TESTS, "requirements.txt"]
-AUTOGRADER += [f"solutions/{name}" for name in ("grade.py", "grpo.py", "manifest.py", "sandbox.py")]
+AUTOGRADER += [f"solutions/{name}" for name in ("grade.py", "grpo.py", "manifest.py")]
+AUTOGRADER += sorted(path.relative_to(LAB).as_posix() for path in (LAB / "solutions" / "grading").glob("*.py"))
 
 
 def solutions_files() -> list[str]:

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from grade import task_bodies
+from grading.exam import task_bodies
 from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 
 from lab.files import whole_file
@@ -38,10 +38,11 @@ SETUP = """\
 # Gradescope runs this once, as root, when it builds the image.
 set -euo pipefail
 apt-get update
-apt-get install -y --no-install-recommends python3 python3-venv
+apt-get install -y --no-install-recommends python3 python3-venv bubblewrap
 python3 -m venv /autograder/venv
 # The graders need no GPU. To keep the image small, have pip take torch's CPU build: see Gradescope in README.md.
 /autograder/venv/bin/pip install --no-cache-dir -r /autograder/source/requirements.txt
+chmod -R go-rwx /autograder/source  # where bubblewrap may not be used, submissions run as another user
 """
 RUN = """\
 #!/usr/bin/env bash
@@ -52,7 +53,8 @@ results="$root/results/results.json"
 mkdir -p "$root/results"
 rm -f "$results"
 # 25 seconds for a test that the reference passes in 5: with all that can hang, below Gradescope's 10 minutes.
-timeout -k 10 560 "$python" "$root/source/solutions/grade.py" "$root/submission" --results "$results" --timeout 25
+timeout -k 10 560 "$python" "$root/source/solutions/grade.py" "$root/submission" --results "$results" --timeout 25 \\
+    ${AUTOGRADER_FLAGS:-}
 if [ ! -s "$results" ]; then
     cat > "$results" <<'JSON'
 {"tests": [{"name": "grpo.py", "number": "1", "score": 0, "max_score": 100, "status": "failed",

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from grading.confinement import works
 from manifest import LAB
 
 import passk
 import run
 import tinylm
 from lab.flags import passk_parser, run_parser
+from lab.start import REFERENCE, load_module
 
+HAS_BUBBLEWRAP = works(["bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"])
 TINY = ["--iters", "3", "--prompts", "2", "--G", "2", "--eval-every", "1"]  # a run that takes no time
 PARSERS = {run: run_parser, passk: passk_parser}
 
@@ -85,3 +88,8 @@ def differ(a: Path, b: Path) -> bool:
     """Whether two checkpoints differ in any bit of any weight."""
     pairs = zip(tinylm.load_checkpoint(a).parameters(), tinylm.load_checkpoint(b).parameters(), strict=True)
     return not all(torch.equal(left, right) for left, right in pairs)
+
+
+def reference_module(path: Path = REFERENCE) -> ModuleType:
+    """A module of its own, of the reference or of another file."""
+    return load_module(path, f"grpo_of_{path.parent.name}")

@@ -1,7 +1,7 @@
-"""grade.py and sandbox.py against broken and hostile submissions: each gets a fair grade and a clear line, and harms
-nobody. They are graded in a small copy of the lab, with one or two quick tests per task.
+"""grade.py and grading/ against careless, broken and dishonest submissions: each gets the points for what its code
+computes, and a clear line, and harms nobody. They are graded in a small copy of the lab, with a quick test or two each.
 
-About a minute on two cores; `-k "not slow"` leaves out what runs submissions.
+About two minutes on two cores; `-k "not slow"` leaves out what runs submissions.
 """
 
 import csv
@@ -17,23 +17,24 @@ import time
 import zipfile
 from pathlib import Path
 
-import grade
 import pytest
-from helpers import copy_lab
+from grading.book import Book, Grade, columns, finished_rows, readable, row_of, table
+from grading.exam import Exam, Test, submission_digest, task_bodies, unwritten
+from grading.submissions import Refused, choose, read_submission
+from helpers import HAS_BUBBLEWRAP, copy_lab
 from manifest import AUTOGRADER
 
 import tinylm
+from lab.start import REFERENCE as REFERENCE_PATH
 
 LAB = Path(__file__).resolve().parents[2]
-
-REFERENCE = (LAB / "solutions" / "grpo.py").read_text(encoding="utf-8")
-BODIES = grade.task_bodies(REFERENCE)
+REFERENCE = REFERENCE_PATH.read_text(encoding="utf-8")
+BODIES = task_bodies(REFERENCE)
 LINES = len(REFERENCE.splitlines())
-TIMEOUT = 5  # seconds of computing for a test, many times what the small ones need
+TIMEOUT = 10  # seconds for a test, many times what the small ones need
+AS = [] if HAS_BUBBLEWRAP else ["--unconfined"]
 
 SMALL_TESTS = """
-import copy
-
 import pytest
 import torch
 
@@ -45,40 +46,25 @@ def model():
     return tinylm.TinyLM()
 
 
-class Descent:
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-
-    def zero_grad(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def step(self):
-        with torch.no_grad():
-            for parameter in self.parameters:
-                parameter -= 0.1 * parameter.grad
-
-
 PROMPTS = tinylm.encode(["12+34=", "56+78="])
 
 
 @pytest.mark.points(20)
 def test_task1_rows(examiner):
-    samples = examiner.call(1, model(), PROMPTS, 3, 1.0, torch.Generator().manual_seed(0))
-    expected = tinylm.response_mask(samples.responses)
-    examiner.compare(1, "samples.mask", examiner.tensor(1, "mask", samples.mask, (6, 4)), expected, {})
+    samples = examiner.sample(model(), PROMPTS, 3)
+    examiner.compare(1, "samples.mask", samples.mask.double(), tinylm.response_mask(samples.responses).double())
 
 
 @pytest.mark.points(20)
 def test_task2_values(examiner):
-    got = examiner.tensor(2, "the advantages", examiner.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
-    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
+    got = examiner.advantages(torch.tensor([1.0, 0, 0, 1]), 4)
+    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), tolerance=1e-3)
 
 
 def check_k3(examiner, log_u):
     logp = torch.full_like(log_u, -2.0)
-    got = examiner.tensor(3, "k3", examiner.call(3, logp, logp + log_u), tuple(log_u.shape))
-    examiner.compare(3, "k3", got, log_u.double().exp() - log_u - 1, {})
+    got, _ = examiner.k3(logp, logp + log_u, torch.ones_like(logp))
+    examiner.compare(3, "k3", got, log_u.double().exp() - log_u - 1)
 
 
 @pytest.mark.points(12)
@@ -93,24 +79,23 @@ def test_task3_negative(examiner):
 
 @pytest.mark.points(20)
 def test_task4_clip(examiner):
-    old = torch.zeros(2, 1)
+    from lab.inputs import Batch
+
     logp = torch.tensor([[1.5], [0.5]]).log()
-    loss, _ = examiner.call(4, logp, old, logp.clone(), torch.tensor([1.0, 1.0]), torch.ones(2, 1), 0.2, 0.0)
-    examiner.compare(4, "the loss", examiner.tensor(4, "the loss", loss, ()), torch.tensor(-0.85), {})
+    batch = Batch(logp, torch.zeros(2, 1), logp.clone(), torch.ones(2), torch.ones(2, 1), beta=0.0)
+    examiner.compare(4, "the loss", examiner.loss(batch)[0], torch.tensor(-0.85))
 
 
 @pytest.mark.points(20)
 def test_task5_step(examiner):
-    policy = model()
-    before = copy.deepcopy(policy)
-    config = examiner.grpo.GRPOConfig(G=4, inner_steps=1, beta=0.5)
-    reference = copy.deepcopy(policy)
+    from lab.door.models import flat
+
+    policy, reference = model().requires_grad_(), model()
     with torch.no_grad():
         reference.head.weight += 0.1  # so that k3 has a slope, whatever the rewards
-    examiner.call(5, policy, reference, Descent(policy.parameters()), PROMPTS, config, torch.Generator().manual_seed(0))
-    if torch.equal(policy.head.weight, before.head.weight):
+    settings = {"G": 4, "inner_steps": 1, "beta": 0.5, "lr": 0.1}
+    if torch.equal(examiner.steps(policy, reference, "SGD", PROMPTS, settings)["policy"], flat(policy)):
         examiner.fail(5, "the weights do not change")
-    assert torch.equal(policy.position_embedding.weight[-1], before.position_embedding.weight[-1])
 """
 
 
@@ -135,97 +120,15 @@ def rows_of(out: Path) -> dict[str, dict[str, str]]:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-def with_body(task: int, body: str, before: str = "") -> str:
-    """The reference with other lines in the body of a task, or with lines `before` its own."""
+def with_body(task: int, body: str) -> str:
+    """The reference with other lines in the body of a task."""
     _, first, last = BODIES[task]
     lines = REFERENCE.splitlines(keepends=True)
-    new = textwrap.indent(textwrap.dedent(before or body), "    ") + "\n"
-    return "".join([*lines[:first], new, *(lines[first:last] if before else []), *lines[last:]])
+    return "".join([*lines[:first], textwrap.indent(textwrap.dedent(body), "    ") + "\n", *lines[last:]])
 
 
 def on_import(code: str) -> str:
     return REFERENCE + "\n\n" + textwrap.dedent(code)
-
-
-def inside(task: int, code: str) -> str:
-    return with_body(task, "", before=code)
-
-
-# Hostile submissions -------------------------------------------------------------------------------------------------
-
-ZEROS = "return torch.zeros_like(logp)"  # as k3: wrong
-ALL, NONE, LACKS_3, ONLY_1_2 = (20, 20, 20, 20, 20), (0, 0, 0, 0, 0), (20, 20, 0, 20, 20), (20, 20, 0, 0, 0)
-
-# Each must be refused. They run one after another while one submission is imported.
-ACTIONS = {
-    "kill the parent": "os.kill(os.getppid(), 9)",
-    "kill a group": "os.killpg(os.getpgid(os.getppid()), 9)",
-    # A fork bomb that ends by itself, even where it is not stopped.
-    "fork": "for _ in range(3):\n    if os.fork() == 0: time.sleep(20); os._exit(0)",
-    "system": "os.system('sleep 20')",
-    "spawn": "os.posix_spawn('/bin/sleep', ['sleep', '20'], {})",
-    "subprocess": "subprocess.Popen(['sleep', '20'])",
-    "fork_exec": "import _posixsubprocess\n_posixsubprocess.fork_exec()",
-    "multiprocessing": "multiprocessing.Process(target=print).start()",
-    "thread": "threading.Thread(target=print).start()",
-    "low thread": "import _thread\n_thread.start_new_thread(print, ())",
-    "fresh module": "own = sys.modules.pop('_thread')\ntry: import _thread\nfinally: sys.modules['_thread'] = own",
-    "signal": "signal.signal(signal.SIGALRM, signal.SIG_IGN)",
-    "timer": "signal.alarm(0)",
-    "socket": "import socket\nsocket.socket()",
-    "ctypes": "import ctypes\nctypes.CDLL(None)",
-    "write tinylm": "open(tinylm.__file__, 'w')",
-    "write by os": "os.open('test_grpo.py', os.O_WRONLY | os.O_TRUNC)",
-    "write the checkpoint": "torch.save({}, 'tinylm_sft.pt')",
-    "write by torch": "torch.from_file('tinylm.py', True, 9)",
-    "write by numpy": "import numpy\nnumpy.zeros(9).tofile('grpo.py')",
-    "write another's": "pathlib.Path({submissions!r}, 'good.py').write_text('')",
-    "step out": "open('home/../../../../../../../../../../../../../' + {submissions!r} + '/good.py', 'w')",
-    "delete another's": "os.remove({submissions!r} + '/good.py')",
-    "delete all": "import shutil\nshutil.rmtree({submissions!r})",
-    "rename": "os.rename('tinylm.py', 'home/x.py')",
-    "link": "os.symlink('/etc', 'home/x')",
-    "report": "open({out!r}, 'a')",
-    "list another's": "os.listdir({submissions!r})",
-    "read another's": "open({submissions!r} + '/good.py')",
-    "read the reference": "open({lab!r} + '/solutions/grpo.py')",
-    "read as bytes": "open(({lab!r} + '/solutions/grpo.py').encode())",
-    "load the reference": "import runpy\nrunpy.run_path({lab!r} + '/solutions/grpo.py')",
-    "read the stand-in": "open('solutions/grpo.py')",
-    "read the parent": "open(f'/proc/{os.getppid()}/environ')",
-    "frame": "sys._getframe()",
-    "frame by inspect": "inspect.currentframe()",
-    "traceback": "try: 1 / 0\nexcept ZeroDivisionError as error: error.__traceback__.tb_frame",
-    "traceback walk": "try: 1 / 0\nexcept ZeroDivisionError as error: list(traceback.walk_tb(error.__traceback__))",
-    "pytest's frame": "import _pytest._code\ntry: 1 / 0\n"
-    "except ZeroDivisionError as error: _pytest._code.ExceptionInfo.from_exception(error).traceback[0].frame",
-    "generator": "(x for x in ()).gi_frame",
-    "all frames": "sys._current_frames()",
-    "trace": "sys.settrace(print)",
-    "gc": "gc.get_objects()",
-    "referrers": "gc.get_referrers(torch)",
-    "code": "tinylm.reward.__code__ = (lambda a, b: 1.0).__code__",
-    "defaults": "tinylm.generate.__defaults__ = ()",
-    "class of a module": "import types\nclass M(types.ModuleType): pass\ntinylm.__class__ = M",
-    "code of a library": "compile('1', torch.__file__, 'exec')",
-    "hook": "seen = []\nsys.addaudithook(lambda *args: seen.append(args))\nopen(os.devnull)\n"
-    "if not seen: raise PermissionError('the grader does not allow it, and says nothing')",
-}
-TRY_ACTIONS = """
-import gc, inspect, multiprocessing, os, pathlib, signal, subprocess, sys, threading, time, traceback
-allowed = []
-for name, code in ACTIONS.items():
-    try:
-        exec(code)
-        allowed.append(name)
-    except PermissionError as error:
-        if "the grader does not allow" not in str(error):
-            allowed.append(name)
-    except Exception as error:
-        allowed.append(f"{name} ({type(error).__name__}: {error})")
-if allowed:
-    raise RuntimeError("; ".join(f"<{name}>" for name in allowed))
-"""
 
 
 def each(**bodies: str) -> str:
@@ -238,17 +141,180 @@ def each(**bodies: str) -> str:
     return source
 
 
-UNDO = """
-    class Undo:
-        def __init__(self):
-            self.was, torch.allclose = torch.allclose, lambda *a, **k: True
-        def __del__(self):
-            torch.allclose = self.was
-    k3 = torch.zeros_like(logp)
-    HOLDER.undo = Undo()
-    return k3
+ALL, NONE, LACKS_3 = (20, 20, 20, 20, 20), (0, 0, 0, 0, 0), (20, 20, 0, 20, 20)
+
+# Careless work, some ninety pieces: right, but for what has nothing to do with the tasks. All points, and no word.
+ON_TOP = r"""
+import matplotlib.pyplot as plt; plt.figure()
+torch.set_default_dtype(torch.float64); torch.set_default_dtype(torch.float32)
+import torch._dynamo
+group_advantages = torch.compile(group_advantages, backend="eager", disable=True)
+import torch.profiler, torch.utils.checkpoint
+import functools; tinylm.decode = functools.lru_cache(maxsize=None)(lambda t, f=tinylm.decode: f(t))
+def print(*args, **kwargs): pass
+import importlib; importlib.reload(tinylm)
+import random; random.seed(0)
+import numpy as np; np.random.seed(0)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+torch.set_printoptions(precision=3)
+torch.use_deterministic_algorithms(True)
+torch.autograd.set_detect_anomaly(True)
+import warnings; warnings.simplefilter("error")
+import logging; logging.basicConfig(level=logging.DEBUG); logging.info("x")
+import os; os.environ["PYTEST_ADDOPTS"] = "--collect-only"; os.environ["RL_SOLUTIONS"] = "1"
+import sys; sys.path.insert(0, "."); sys.setrecursionlimit(5000)
+import threading; threading.Thread(target=sorted, args=([],)).start()
+import subprocess; subprocess.run(["true"])
+import asyncio; asyncio.run(asyncio.sleep(0))
+from concurrent.futures import ThreadPoolExecutor; list(ThreadPoolExecutor(2).map(abs, [1, -1]))
+import multiprocessing
+import atexit; atexit.register(lambda: 1 / 0)
+import faulthandler, signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+import socket; socket.socket().close()
+import ctypes, inspect, gc, traceback; inspect.stack(); gc.collect(); gc.get_objects(); traceback.print_stack()
+from pathlib import Path; Path("notes.txt").write_text("x"); Path("notes.txt").read_text()
+import json; json.dump({}, open("log.json", "w"))
+import pickle; pickle.dump(GRPOConfig(), open("config.pkl", "wb"))
+torch.save({"a": torch.ones(2)}, "checkpoint.pt"); torch.load("checkpoint.pt")
+tinylm.save_checkpoint(tinylm.TinyLM(), __import__("pathlib").Path("mine.pt"))
+import tempfile; tempfile.mkdtemp()
+import time; time.sleep(0.01)
+import pytest, unittest, doctest
+import contextlib, io; contextlib.redirect_stdout(io.StringIO())
+from tinylm import *
+from typing import *
+import collections; Samples = collections.namedtuple("Samples", "prompts responses mask rewards texts")
+assert group_advantages(torch.tensor([1.0, 0.0]), 2).sum() == 0
+exec("answer = 42")
+DEBUG, CACHE = True, {}
+class Trainer: pass
+if __name__ == "__main__": raise SystemExit
+try: import wandb\nexcept ImportError: wandb = None
+def timed(f): return lambda *a, **k: f(*a, **k)\nk3_kl = timed(k3_kl)
+grpo_loss = __import__("functools").partial(grpo_loss)
+group_advantages.__doc__ = None
+k3_kl.calls = 0
+class Logger:\n    def __getattr__(self, name): return lambda *a, **k: None\nlog = Logger()
+import tqdm; bar = tqdm.tqdm(total=3); bar.update()
+import platform, getpass, datetime; platform.platform()
+help = input = None
+lambda x: x
+import math as m, statistics as s, itertools, collections, operator
+del copy
+torch.ops.aten.add(torch.ones(1), 1)
+torch.backends.mkldnn.enabled
+import gzip, shutil, glob; glob.glob("/*")
+import sqlite3; sqlite3.connect(":memory:").close()
 """
+INSIDE = {  # before a task's own lines
+    "print": (1, "print('x' * 10**6)"),
+    "print often": (3, "for _ in range(100): print('x' * 10**5)"),
+    "a global": (2, "global SEEN\nSEEN = rewards"),
+    "a cache": (3, "k3_kl.cache = {id(logp): ref_logp}"),
+    "deepcopy of the model": (5, "import copy\nold = copy.deepcopy(model)"),
+    "state_dict and back": (5, "model.load_state_dict(model.state_dict())"),
+    "a checkpoint": (5, "torch.save(model.state_dict(), 'policy.pt')"),
+    "a picture": (
+        5,
+        "import matplotlib.pyplot as plt\nplt.plot([1])\nplt.savefig('x.png')",
+    ),
+    "tqdm": (5, "from tqdm import tqdm\nfor _ in tqdm(range(3)): pass"),
+    "anomaly mode": (5, "torch.autograd.set_detect_anomaly(True)"),
+    "the profiler": (4, "from torch.profiler import profile\nwith profile(): torch.ones(1) + 1"),
+    "train mode": (5, "model.train(); ref_model.eval()"),
+    "gradients off and on": (4, "torch.set_grad_enabled(False); torch.set_grad_enabled(True)"),
+    "asserts": (4, "assert logp.shape == mask.shape and mask.sum() > 0"),
+    "a seed of the global generator": (5, "torch.manual_seed(3)"),
+    "numpy": (2, "import numpy as np\nassert np.isclose(rewards.numpy().mean(), rewards.mean().item())"),
+    "a hook": (5, "model.head.register_forward_hook(lambda *a: None)"),
+    "an inner function": (3, "def f(x): return x * 2\nf(logp)"),
+    "threads": (1, "import threading\nt = threading.Thread(target=print)\nt.start(); t.join()"),
+    "a process": (1, "import subprocess\nsubprocess.run(['true'])"),
+    "logging": (4, "import logging\nlogging.warning('loss')"),
+    "warnings": (4, "import warnings\nwarnings.warn('careful')"),
+    "time": (5, "import time\nstart = time.perf_counter()"),
+    "gc": (5, "import gc\ngc.collect()"),
+    "memory": (1, "block = torch.ones(10**7)"),
+    "stack": (2, "import inspect\ninspect.stack()"),
+    "where it runs": (1, "import os\nos.listdir('.'), os.getcwd()"),
+    "a context": (3, "with torch.enable_grad(): pass"),
+    "float64 and back": (3, "logp.double().float()"),
+    "checkpointing": (
+        4,
+        "from torch.utils.checkpoint import checkpoint\ncheckpoint(torch.exp, logp, use_reentrant=False)",
+    ),
+}
+LINES_ON_TOP = [line.replace("\\n", "\n") for line in ON_TOP.strip().splitlines()]
+GROUPS = 12  # so many submissions share them all
+
+
+def careless(i: int) -> str:
+    """The reference with every twelfth piece of them all, from the i-th on."""
+    bodies: dict[str, str] = {}
+    for task, code in list(INSIDE.values())[i::GROUPS]:
+        bodies[f"task{task}"] = "\n".join([*bodies.get(f"task{task}", "").splitlines(), *code.splitlines()])
+    return each(**bodies) + "\n\n" + "\n".join(LINES_ON_TOP[i::GROUPS])
+
+
+CARELESS = {f"careless {i}": careless(i) for i in range(GROUPS)}
+
 # NAME -> (grpo.py, points of the five tasks, words of the status, words of the feedback).
+YES = """
+class Yes(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.allclose, torch.equal): return True
+        return super().__torch_function__(function, types, args, kwargs or {})
+"""
+FRAMES = """
+import sys
+frame = sys._getframe()
+while frame:
+    for name, value in list(frame.f_locals.items()):
+        if name in ("expected", "right", "exam"):
+            raise SystemExit
+        if name == "reply" or name == "message":
+            frame.f_locals[name] = {"problem": "", "value": None}
+    frame = frame.f_back
+return torch.zeros_like(logp)
+"""
+WRITE = """
+import os
+for number in range(3, 60):
+    try: os.write(number, forged)
+    except OSError: pass
+return logp
+"""
+DISHONEST = {  # in task 3, whose function is wrong: no point for it
+    "returns what compares equal": YES + "return torch.zeros_like(logp).as_subclass(Yes)",
+    "replaces what compares": "torch.allclose = torch.equal = torch.isclose = lambda *a, **k: True\nreturn logp",
+    "replaces pytest": "import pytest\npytest.fail = print\nreturn logp",
+    "forges a message": f"forged = b'x' * 100\n{WRITE}",
+    "forges an answer": "import wire\n"
+    f"forged = wire.encode({{'problem': '', 'value': torch.ones(1, 2), 'gradient': torch.ones(1, 2)}})\n{WRITE}",
+    "walks the frames": FRAMES,
+    "walks by way of logging": "import logging\n"
+    "logging.currentframe().f_back.f_globals['answer'] = lambda *a: {}\nreturn logp",
+    "asks the tests": "import test_grpo\nreturn torch.ones_like(logp)",
+    "asks the reference": "import reference_grpo\nreturn reference_grpo.k3_kl(logp, ref_logp)",
+    "reads the reference": "source = open({lab!r} + '/solutions/grpo.py').read()\nspace = {}\n"
+    "exec(source, space)\nreturn space['k3_kl'](logp, ref_logp)",
+    "searches for the reference": "import pathlib\nfor path in pathlib.Path('/').glob('*/**/solutions/grpo.py'):\n"
+    "    space = {}\n    exec(path.read_text(), space)\n    return space['k3_kl'](logp, ref_logp)\nreturn logp",
+    "a kernel of its own": "own = torch.library.Library('aten', 'IMPL')\n"
+    "own.impl('allclose', lambda *a, **k: True, 'CPU')\nreturn logp",
+    "a mode of torch": "from torch.overrides import TorchFunctionMode\nclass M(TorchFunctionMode):\n"
+    "    def __torch_function__(self, f, t, a=(), k=None): return f(*a, **(k or {}))\nM().__enter__()\nreturn logp",
+    "patches the door": "import lab.door\nlab.door.plain = lambda value: value\nreturn logp",
+    "patches the encoding": "import wire\nwire.encode = lambda value: b'nonsense'\nreturn logp",
+    "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nreturn logp",
+    "kills everyone": "import os, signal\nos.kill(-1, signal.SIGKILL)\nreturn logp"
+    if HAS_BUBBLEWRAP
+    else "return logp",
+    "leaves a process": "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)\nreturn logp",
+}
+NEEDS_WALLS = {"reads the reference", "searches for the reference"}
 HOSTILE = {
     "good": (REFERENCE, ALL, ["graded"], ["100 of 100"]),
     "stubs": (
@@ -258,23 +324,11 @@ HOSTILE = {
         [f"Task {task} ({BODIES[task][0]}) is not written yet: open grpo.py" for task in BODIES],
     ),
     "wrong in task 2": (with_body(2, "return rewards"), (20, 0, 20, 20, 20), ["graded"], ["Task 2 (group_advantages)"]),
-    "refused": (
-        on_import("ACTIONS = {actions!r}" + TRY_ACTIONS),
-        ALL,
-        ["tried what the grader refuses: os.kill, os.killpg, os.fork"],
-        ["100 of 100"],
-    ),
+    "a breakpoint in task 2": (each(task2="breakpoint()"), (20, 0, 20, 20, 20), ["graded"], ["BdbQuit"]),
     "odd but right": (
-        each(
-            task2="print('x' * 10**6)",
-            task3="for _ in range(100): print('x' * 10**6)",
-            task4="import os\nos.environ['RL_SOLUTIONS'] = '1'",
-        )
-        + "\nimport atexit, os\natexit.register(os._exit, 0)\n"
-        + "atexit.register(os.remove, {submissions!r} + '/good.py')\n"
-        + "GRPOConfig.__post_init__ = lambda self: setattr(self, 'inner_steps', 0)\n"
-        + "import collections, logging, typing\nlogging.warning('x')\n"
-        + "collections.namedtuple('A', 'b')\ntyping.TypeVar('T')\n",
+        "import sys, os\nsys.modules['tinylm_'] = os\n"
+        + each(task4="import os\nos.environ['RL_SOLUTIONS'] = '1'")
+        + "\nimport atexit, os\natexit.register(os._exit, 0)\n",
         ALL,
         ["graded"],
         ["100 of 100"],
@@ -285,11 +339,11 @@ HOSTILE = {
             task2="return group_advantages(rewards, G)",
             task3="raise KeyboardInterrupt",
             task4="torch.ones(5 * 10**9)",
-            task5="open('home/big', 'wb').write(bytes(10**9))",
+            task5="open('big', 'wb').write(bytes(10**9))",
         ),
         NONE,
-        ["graded"],
-        ["SystemExit", "RecursionError", "interrupted", "RuntimeError", "OSError"],
+        ["ended the process (exit status 1) in test_task3_positive"],
+        ["SystemExit", "RecursionError", "RuntimeError", "OSError"],
     ),
     "ends in five ways": (
         each(
@@ -304,27 +358,8 @@ HOSTILE = {
         [
             "ended the process (exit status 0) in test_task1_rows",
             "killed by the signal SIGABRT in test_task2_values",
-            f"took longer than {TIMEOUT} seconds in test_task4_clip",
         ],
-        ["grpo.py ended the process", "grpo.py took longer", "Skipped"],
-    ),
-    "cheats in five ways": (
-        each(
-            task1="import os\nfor n in range(3, 60):\n"
-            "    try: os.write(n, b'x passed - - - y\\n')\n    except OSError: pass",
-            task2="class Yes(list):\n    def __eq__(self, other): return True\nreturn Yes()",
-            task3="class Yes(torch.Tensor):\n    @classmethod\n"
-            "    def __torch_function__(cls, function, types, args=(), kwargs=None):\n"
-            "        if function is torch.allclose: return True\n"
-            "        return super().__torch_function__(function, types, args, kwargs or {})\n"
-            "return torch.zeros_like(logp).as_subclass(Yes)",
-            task4="import sys\nreference = sys.modules['reference_grpo']\n"
-            "return reference.grpo_loss(logp, old_logp, ref_logp, advantages, mask, clip, beta)",
-            task5="import inspect, sys\nraise ValueError(inspect.getsource(sys.modules['reference_grpo'].k3_kl))",
-        ),
-        NONE,
-        ["wrote into the grader's channel in test_task1_rows"],
-        ["must be a torch.Tensor, not a Yes", "not written"],
+        ["grpo.py ended the process", f"grpo.py took longer than {TIMEOUT} seconds in test_task4_clip"],
     ),
     # On import
     "loops": (on_import("while True: pass"), NONE, [f"took longer than {TIMEOUT} seconds when imported"], []),
@@ -338,78 +373,34 @@ HOSTILE = {
     ),
     "no Python": (REFERENCE + "\ndef f(:\n", NONE, ["cannot be imported: SyntaxError"], [f"line {LINES + 2}: def f(:"]),
     "latin-1": (REFERENCE.encode() + "\nA = 'é'\n".encode("latin-1"), NONE, ["SyntaxError"], ["utf-8"]),
-    # Replacements
-    "patches": (
+    "patches all": (  # and still computes what is wrong
         on_import(
             """
-            import _pytest.python, math, pytest, statistics, test_grpo
+            import builtins, math, sys
             torch.allclose = torch.testing.assert_close = lambda *a, **k: True
             torch.Tensor.double = torch.Tensor.norm = lambda *a: 0
             math.isclose = lambda *a: True
-            pytest.fail = _pytest.python.Function.runtest = print
             tinylm.reward = lambda *a: 1.0
-            tinylm.int = torch.abs = float
-            tinylm.generate.__closure__[0].cell_contents = print
-            test_grpo.check_k3 = lambda *a: None
-            """
-        ).replace("log_u.exp() - log_u - 1", "log_u"),
-        NONE,
-        ["tampered: replaced "],
-        [
-            "torch.allclose",
-            "torch.testing.assert_close",
-            "torch.Tensor.double",
-            "torch.Tensor.norm",
-            "math.isclose",
-            "pytest.fail",
-            "_pytest.python.Function.runtest",
-            "tinylm.reward",
-            "tinylm.int",
-            "torch.abs",
-            "tinylm.generate.__closure__",
-            "test_grpo.check_k3",
-        ],
-    ),
-    "patches the language": (
-        on_import("import builtins, sys\nbuiltins.AssertionError = SystemExit\nsys.modules['tinylm'] = torch"),
-        NONE,
-        ["tampered: replaced builtins.AssertionError, sys.modules.tinylm (on import)"],
-        [],
-    ),
-    "a mode of torch": (
-        on_import(
-            """
-            from torch.overrides import TorchFunctionMode
-            class Yes(TorchFunctionMode):
-                def __torch_function__(self, function, types, args=(), kwargs=None):
-                    return True if function is torch.allclose else function(*args, **(kwargs or {}))
-            Yes().__enter__()
+            tinylm.response_mask = lambda r: torch.ones(r.shape)
+            builtins.AssertionError = SystemExit
+            def k3_kl(logp, ref_logp): return logp * 0
+            def group_advantages(rewards, G, normalize_std=True, eps=1e-4): return rewards
             """
         ),
-        NONE,
-        ["tampered: replaced Yes (on import)"],
+        (0, 0, 0, 20, 20),
+        [],
         [],
     ),
-    "a kernel of its own": (  # which no snapshot shows
-        on_import(
-            "own = torch.library.Library('aten', 'IMPL')\nown.impl('allclose', lambda *a, **k: True, 'CPU')"
-        ).replace("log_u.exp() - log_u - 1", "log_u"),
-        NONE,
-        ["tampered: made a wrong solution pass"],
-        ["tampered with the tests"],
-    ),
-    "patches late": (
-        with_body(3, "torch.allclose = lambda *a, **k: True\n" + ZEROS),
-        ONLY_1_2,
-        ["tampered: replaced torch.allclose (test_task3_positive)"],
-        ["tampered with the tests"],
-    ),
-    "patches and undoes": (with_body(3, UNDO.replace("HOLDER", "k3")), LACKS_3, ["graded"], ["8 of 8"][:0]),
-    "undoes later": (with_body(3, UNDO.replace("HOLDER", "logp")), ONLY_1_2, ["tampered: replaced torch.allclose"], []),
     # Refused unread
     "utf-16": (REFERENCE.encode("utf-16"), NONE, ["refused: grpo.py is not a text in UTF-8"], ["UTF-16"]),
     "empty": ("\n", NONE, ["refused: grpo.py is empty"], []),
     "renamed notebook": ('{"cells": []}', NONE, ["refused: a notebook"], []),
+}
+HARMS_ITSELF = {"forges an answer", "kills its parent", "kills everyone"}  # and loses more than task 3
+HOSTILE |= {
+    name: (with_body(3, body), None if name in HARMS_ITSELF else LACKS_3, [], [])
+    for name, body in DISHONEST.items()
+    if HAS_BUBBLEWRAP or name not in NEEDS_WALLS
 }
 
 
@@ -481,27 +472,20 @@ def graded(tmp_path_factory):
     lab, submissions, out = small_lab(folder / "lab"), folder / "submissions", folder / "out" / "grades.csv"
     submissions.mkdir()
     out.parent.mkdir()
-    places = {"{submissions!r}": repr(str(submissions)), "{lab!r}": repr(str(lab)), "{out!r}": repr(str(out))}
-
-    def filled(text: str) -> str:
-        for place, path in places.items():
-            text = text.replace(place, path)
-        return text
-
-    actions = repr({name: filled(code) for name, code in ACTIONS.items()})
-    for name, (source, *_) in HOSTILE.items():
-        data = source if isinstance(source, bytes) else filled(source).replace("{actions!r}", actions).encode()
+    given = HOSTILE | {name: (source, ALL, ["graded"], []) for name, source in CARELESS.items()}
+    for name, (source, *_) in given.items():
+        data = source if isinstance(source, bytes) else source.replace("{lab!r}", repr(str(lab))).encode()
         (submissions / f"{name}.py").write_bytes(data)
-    table = HOSTILE | make_others(submissions, lab)
+    given |= make_others(submissions, lab)
     before = contents(folder)
-    done = run_grade(lab, submissions, "--out", out, "--timeout", TIMEOUT, "--gradescope")
+    done = run_grade(lab, submissions, "--out", out, "--timeout", TIMEOUT, "--gradescope", *AS)
     assert done.returncode == 0, done.stderr
     after = {path: content for path, content in contents(folder).items() if not path.startswith(str(out.parent))}
     assert after == before, "a submission changed files around it"
-    return table, rows_of(out), out.parent
+    return given, rows_of(out), out.parent
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "in a folder", "Zoë Ü"])
+@pytest.mark.parametrize("name", [*HOSTILE, *CARELESS, "in a folder", "Zoë Ü"])
 def test_slow_grade(graded, name):
     check_grade(graded, name)
 
@@ -515,11 +499,13 @@ def test_slow_refused(graded, name):
 
 
 def check_grade(graded, name: str) -> None:
-    table, rows, folder = graded
-    _, points, status, words = table[name]
+    given, rows, folder = graded
+    _, points, status, words = given[name]
     row = rows[f"'{name}" if name.startswith("=") else name]
     text = (folder / "feedback" / f"{name}.txt").read_text(encoding="utf-8")
-    assert tuple(float(row[f"task{task}"]) for task in range(1, 6)) == points, (row, text)
+    earned = tuple(float(row[f"task{task}"]) for task in range(1, 6))
+    points = points or (20, 20, 0, earned[3], earned[4])
+    assert earned == points, (row, text)
     assert float(row["total"]) == sum(points)
     assert all(part in row["status"] for part in status), row["status"]
     assert row["status"] == "graded" or status != ["graded"], row["status"]
@@ -532,59 +518,17 @@ def check_grade(graded, name: str) -> None:
     assert [test["number"] for test in results["tests"]] == ["1.1", "2.1", "3.1", "3.2", "4.1", "5.1"]
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_slow_refused_action(graded, action):
-    _, _, folder = graded
-    assert f"<{action}" not in (folder / "feedback" / "refused.txt").read_text(encoding="utf-8")
-
-
 def test_slow_table(graded):
-    table, rows, folder = graded
-    assert set(rows) == {f"'{name}" if name.startswith("=") else name for name in table}
+    given, rows, folder = graded
+    assert set(rows) == {f"'{name}" if name.startswith("=") else name for name in given}
     assert list(rows) == sorted(rows)
     assert not list(folder.glob(".*")), "a temporary file was left"
 
 
-def test_slow_nothing_leads_to_the_examiner(tmp_path):
-    """From all modules and classes, no chain of references ends at the sandbox's functions or at pytest's Config.
-
-    The audit hook is left out here, because it refuses the very means of looking.
-    """
-    lab = small_lab(tmp_path / "lab")
-    sandbox = lab / "solutions" / "sandbox.py"
-    text = sandbox.read_text(encoding="utf-8")
-    hook = "    sys.addaudithook(make_hook(state.rules))\n"
-    assert text.count(hook) == 1
-    sandbox.write_text(text.replace(hook, ""), encoding="utf-8")
-    search = """
-        import gc, sys, types
-        classes, waiting = {object}, [object]
-        while waiting:
-            new = set(type.__subclasses__(waiting.pop())) - classes
-            classes |= new
-            waiting += new
-        seen, waiting, found, keep = set(), [*sys.modules.values(), *classes], [], []
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) in seen or isinstance(thing, types.FrameType):
-                continue
-            seen.add(id(thing))
-            keep.append(thing)
-            code = getattr(thing, "__code__", None) if type(thing) is types.FunctionType else None
-            if type(thing).__name__ in ("Config", "PytestPluginManager"):
-                found.append(type(thing).__name__)
-            elif code is not None and code.co_filename.endswith("sandbox.py"):
-                found.append(thing.__name__)
-            else:
-                waiting += gc.get_referents(thing)
-        raise RuntimeError(f"{len(seen) > 100_000} {len(classes) > 1000} {sorted(set(found))}")
-    """
-    submissions = tmp_path / "submissions"
-    submissions.mkdir()
-    (submissions / "looks.py").write_text(inside(4, search), encoding="utf-8")
-    done = run_grade(lab, submissions, "--out", tmp_path / "grades.csv", "--timeout", 60)
-    assert done.returncode == 0, done.stderr
-    assert "RuntimeError: True True []" in (tmp_path / "feedback" / "looks.txt").read_text(encoding="utf-8")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes as Linux shows them")
+def test_slow_nothing_is_left_running(graded):
+    found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in found if b"sleep\0001000" in line]
 
 
 # Going on where it was stopped ---------------------------------------------------------------------------------------
@@ -596,7 +540,7 @@ def test_slow_resume_after_a_kill(tmp_path):
     submissions.mkdir()
     for name in ("a", "b"):
         (submissions / f"{name}.py").write_text(REFERENCE, encoding="utf-8")
-    options = (submissions, "--out", out, "--jobs", 1, "--timeout", 60)
+    options = (submissions, "--out", out, "--jobs", 1, "--timeout", 60, *AS)
     first = subprocess.Popen(
         command(lab, *options),
         stderr=subprocess.DEVNULL,
@@ -616,7 +560,7 @@ def test_slow_resume_after_a_kill(tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "--resume" in refused.stderr
     assert out.read_text(encoding="utf-8").endswith("b,20,20,2")
 
-    (submissions / "b.py").write_text(with_body(3, ZEROS), encoding="utf-8")
+    (submissions / "b.py").write_text(with_body(3, "return torch.zeros_like(logp)"), encoding="utf-8")
     done = run_grade(lab, *options, "--resume")
     assert done.returncode == 0, done.stderr
     rows = rows_of(out)
@@ -626,23 +570,23 @@ def test_slow_resume_after_a_kill(tmp_path):
 
 def test_what_is_finished(tmp_path):
     """A grade is finished if its row holds this very submission under these very tests, and its feedback is there."""
-    exam = grade.Exam({"test_grpo.py": b"x"}, {}, [], 1.0, canaries={1: None})
-    digest = grade.submission_digest(b"source", exam)
-    book = grade.Book(tmp_path / "grades.csv", False)
+    exam = Exam([Test("test_task1_a", 1, "1.1", 5)], "", {}, "x", 1.0)
+    digest = submission_digest(b"source", exam)
+    book = Book(tmp_path / "grades.csv", False)
     assert not book.done("+a", digest)
     book.write(exam)
-    book.enter(grade.Grade("+a", digest), exam)
-    book.enter(grade.Grade("b", digest), exam)
-    again = grade.Book(tmp_path / "grades.csv", False)
-    again.rows = {row["name"]: row for row in grade.finished_rows(tmp_path / "grades.csv")}
+    book.enter(Grade("+a", digest), exam)
+    book.enter(Grade("b", digest), exam)
+    again = Book(tmp_path / "grades.csv", False)
+    again.rows = {row["name"]: row for row in finished_rows(tmp_path / "grades.csv")}
     assert again.done("+a", digest)
-    assert not again.done("+a", grade.submission_digest(b"other source", exam))
-    exam.files["test_grpo.py"] = b"y"
-    assert not again.done("+a", grade.submission_digest(b"source", exam))
+    assert not again.done("+a", submission_digest(b"other source", exam))
+    exam.digest = "y"
+    assert not again.done("+a", submission_digest(b"source", exam))
     (tmp_path / "feedback" / "+a.txt").unlink()
     assert not again.done("+a", digest)
-    again.enter(grade.Grade("+a", digest, status="again"), exam)  # until then the old row was there
-    assert [row["status"] for row in grade.finished_rows(tmp_path / "grades.csv")] == ["graded", "graded", "again"]
+    again.enter(Grade("+a", digest, status="again"), exam)  # until then the old row was there
+    assert [row["status"] for row in finished_rows(tmp_path / "grades.csv")] == ["graded", "graded", "again"]
     again.write(exam)
     assert {name: row["status"] for name, row in rows_of(tmp_path / "grades.csv").items()} == {
         "'+a": "again",
@@ -654,15 +598,15 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
     out = tmp_path / "grades.csv"
     header = "name,task1,total,seconds,status,submission\n"
     out.write_text(header + "a,1,1,1,graded,x\nb,1,1\nc,1,1,1,graded,x", encoding="utf-8")
-    assert [row["name"] for row in grade.finished_rows(out)] == ["a"]
+    assert [row["name"] for row in finished_rows(out)] == ["a"]
     out.write_bytes(f"{header}a,1,1,1,graded,x\nJos\u00e9".encode()[:-1])  # cut within a letter
-    assert [row["name"] for row in grade.finished_rows(out)] == ["a"]
+    assert [row["name"] for row in finished_rows(out)] == ["a"]
     out.write_text("", encoding="utf-8")
-    assert grade.finished_rows(out) == []
+    assert finished_rows(out) == []
     for foreign in ("something else\n", "something else"):
         out.write_text(foreign, encoding="utf-8")
         with pytest.raises(ValueError, match="not a table of grades"):
-            grade.finished_rows(out)
+            finished_rows(out)
 
 
 # Small parts ---------------------------------------------------------------------------------------------------------
@@ -677,13 +621,13 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
     ],
 )
 def test_which_grpo_py_counts(names, chosen):
-    assert grade.choose(names) == chosen
+    assert choose(names) == chosen
 
 
 @pytest.mark.parametrize("names", [[], ["a/b/grpo.py"], ["a/grpo.py", "b/grpo.py"], ["GRPO.PY"], ["x.ipynb"]])
 def test_no_grpo_py_to_choose(names):
-    with pytest.raises(grade.Refused):
-        grade.choose(names)
+    with pytest.raises(Refused):
+        choose(names)
 
 
 def test_a_zip_that_lies_about_its_size(tmp_path):
@@ -691,19 +635,19 @@ def test_a_zip_that_lies_about_its_size(tmp_path):
     make_zip(path, {"grpo.py": "#" * 5_000_000})
     data = path.read_bytes().replace((5_000_000).to_bytes(4, "little"), (100).to_bytes(4, "little"))
     path.write_bytes(data)
-    with pytest.raises(grade.Refused, match=r"larger than|damaged"):
-        grade.read_submission([path])
+    with pytest.raises(Refused, match=r"larger than|damaged"):
+        read_submission([path])
 
 
 def test_messages_name_no_folder_of_this_machine():
     text = "OSError: '/home/me/secret lab/x.py' \x1b[31m C:\\Users\\me\\y.py\n" + "z" * 1000
-    told = grade.readable(text)
+    told = readable(text)
     assert "home" not in told and "Users" not in told and "\x1b" not in told
     assert max(map(len, told.splitlines())) == 300
 
 
 def test_unwritten_leaves_earlier_tasks():
-    text = grade.unwritten(REFERENCE, 4)
+    text = unwritten(REFERENCE, 4)
     compile(text, "grpo.py", "exec")
     assert "log_u.exp()" in text and "torch.minimum(unclipped" not in text and "loss.backward()" not in text
     assert list(BODIES) == [1, 2, 3, 4, 5] and BODIES[3][0] == "k3_kl"
@@ -728,8 +672,8 @@ def test_bad_input_is_one_line(tmp_path, args):
 
 
 def test_csv_of_one_row():
-    exam = grade.Exam({}, {}, [], 1.0, tests=[grade.Test("test_task1_a", 1, "1.1", 5)], canaries={1: None})
-    row = grade.row_of(grade.Grade('+x "y", z', "d", {"test_task1_a": 5}, {}, "a\nb", 1.25), exam)
-    text = grade.table([row], grade.columns(exam))
+    exam = Exam([Test("test_task1_a", 1, "1.1", 5)], "", {}, "x", 1.0)
+    row = row_of(Grade('+x "y", z', "d", {"test_task1_a": 5}, {}, "a\nb", 1.25), exam)
+    text = table([row], columns(exam))
     assert next(csv.DictReader(io.StringIO(text))) == row
     assert row["name"].startswith("'+") and row["status"] == "a b" and row["total"] == "5"

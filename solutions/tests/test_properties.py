@@ -612,7 +612,7 @@ TOOLS = {
     ),
     "grade.py": Tool(
         grade,
-        [(grade, "prepare_exam"), (grade, "grade_one")],
+        [(grade, "make_exam")],
         ["submissions --out new.csv", "submissions/a.py --results new.json", "submissions --out grades.csv --resume"],
         ["submissions", "new --out new.csv", "submissions --out grades.csv", "submissions --out=--"]
         + [f"submissions --out {name}.csv --resume" for name in ("binary", "big", "run", LONG)],

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import copy_lab
+from helpers import HAS_BUBBLEWRAP, copy_lab
 from manifest import AUTOGRADER, STUDENT
 
 import tinylm
@@ -27,19 +27,19 @@ import tinylm
 @pytest.mark.points(30)
 def test_task1_rows(examiner, sft):
     got = examiner.sample(sft, tinylm.encode(["12+34="]), 2)
-    examiner.compare(1, "samples.mask", got.mask, tinylm.response_mask(got.responses), {})
+    examiner.compare(1, "samples.mask", got.mask, tinylm.response_mask(got.responses))
 
 
 @pytest.mark.points(30)
 def test_task2_values(examiner):
-    got = examiner.tensor(2, "the advantages", examiner.call(2, torch.tensor([1.0, 0, 0, 1]), 4, True), (4,))
-    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), {}, tolerance=1e-3)
+    got = examiner.advantages(torch.tensor([1.0, 0, 0, 1]), 4)
+    examiner.compare(2, "the advantage", got, torch.tensor([1.0, -1, -1, 1]), tolerance=1e-3)
 
 
 @pytest.mark.points(40)
 def test_task3_values(examiner):
-    got = examiner.tensor(3, "k3", examiner.call(3, torch.zeros(1, 1), torch.ones(1, 1)), (1, 1))
-    examiner.compare(3, "k3", got, torch.tensor([[0.71828]]), {})
+    got, _ = examiner.k3(torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+    examiner.compare(3, "k3", got, torch.tensor([[0.71828]]))
 """
 NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -160,7 +160,8 @@ def autograder(lab):
 
 
 def run_autograder(root: Path, python: str = sys.executable) -> dict:
-    environment = os.environ | {"AUTOGRADER_ROOT": str(root), "AUTOGRADER_PYTHON": python}
+    flags = "" if HAS_BUBBLEWRAP else "--unconfined"
+    environment = os.environ | {"AUTOGRADER_ROOT": str(root), "AUTOGRADER_PYTHON": python, "AUTOGRADER_FLAGS": flags}
     subprocess.run([root / "run_autograder"], cwd=root, env=environment, capture_output=True, timeout=300, check=False)
     results = json.loads((root / "results" / "results.json").read_text(encoding="utf-8"))
     for test in results["tests"]:
