@@ -9,8 +9,8 @@ import pytest
 LAB = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(LAB / "solutions"), str(LAB)]  # `import grpo` is the reference
 
-from helpers import TINY, call_main, copy_lab, finish, start
-from manifest import STUDENT
+from helpers import TINY, call_main, finish, start
+from manifest import STUDENT, copy_lab
 
 import run
 import tinylm

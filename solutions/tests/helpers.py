@@ -2,13 +2,14 @@
 
 import csv
 import os
-import shutil
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from grading.confinement import works
@@ -58,6 +59,16 @@ def call_main(module: ModuleType) -> int:
     return module.main(parser, parser.parse_args())
 
 
+def call_command(name: str, *flags: str) -> int:
+    """The exit status of `python solutions/NAME FLAGS` in this process: what it takes from its rooms may be patched."""
+    with mock.patch.object(sys, "argv", [name, *flags]), mock.patch.object(sys, "path", list(sys.path)):
+        try:
+            runpy.run_path(str(LAB / "solutions" / name), run_name="__main__")
+        except SystemExit as stop:
+            return stop.code or 0
+    return 0
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -68,14 +79,6 @@ def assert_one_line(result: subprocess.CompletedProcess, *words: str) -> None:
     assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n"), result.stderr
     for word in words:
         assert word in result.stderr
-
-
-def copy_lab(files: list[str], folder: Path) -> Path:
-    """A copy of some of the lab's files in `folder`, which is returned."""
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(LAB / name, folder / name)
-    return folder
 
 
 def rows_of(path: Path) -> tuple[str, list[dict[str, str]]]:

@@ -1,27 +1,28 @@
 """Tests of the audit itself: does it notice when the tests let a wrong solution pass, or reject a right one?"""
 
-import shutil
-import subprocess
-import sys
-
-import audit
 import pytest
-from audit import COMBINATIONS, MISTAKES, VARIATIONS, Combination, Mistake, Variation
+from auditing import runner
+from auditing.catalogue import COMBINATIONS, ENTRIES, MISTAKES, VARIATIONS
+from auditing.entries import REFERENCE as PATH
+from auditing.entries import Combination, Mistake, Variation, changed_source
+from auditing.report import print_table
+from auditing.verdicts import judge, names
+from helpers import finish, start
+from manifest import LAB, copy_lab
 
-ENTRIES = [*MISTAKES, *VARIATIONS, *COMBINATIONS]
-REFERENCE = audit.REFERENCE.read_text(encoding="utf-8")
+REFERENCE = PATH.read_text(encoding="utf-8")
 NO_CHANGE = [("log_u = ref_logp - logp\n", "log_u = ref_logp - logp  # the same\n")]
 REVERSED = [("log_u = ref_logp - logp\n", "log_u = logp - ref_logp\n")]
 
 
 def test_every_change_applies_once_and_compiles():
     for entry in ENTRIES:
-        assert audit.changed_source(entry, REFERENCE) != REFERENCE
+        assert changed_source(entry, REFERENCE) != REFERENCE
 
 
 def test_names_are_unique():
-    names = [entry.name for entry in ENTRIES]
-    assert sorted(names) == sorted(set(names))
+    found = [entry.name for entry in ENTRIES]
+    assert sorted(found) == sorted(set(found))
 
 
 def test_catalogue_is_large_enough():
@@ -48,11 +49,11 @@ def test_every_mistake_asks_for_its_name():
 )
 def test_change_that_does_not_apply_is_an_error(change, complaint):
     with pytest.raises(ValueError, match=complaint):
-        audit.changed_source(Variation(3, "broken", change), REFERENCE)
+        changed_source(Variation(3, "broken", change), REFERENCE)
 
 
 def test_replacement_body_keeps_signature_docstring_and_neighbours():
-    source = audit.changed_source(Variation(3, "another body", "return logp"), REFERENCE)
+    source = changed_source(Variation(3, "another body", "return logp"), REFERENCE)
     before, rest = REFERENCE.split("    # TODO(task 3)\n")
     _, after = rest.split("    return log_u.exp() - log_u - 1\n")
     assert source.replace("    # TODO(task 3)\n", "") == f"{before}    return logp\n{after}"
@@ -70,7 +71,7 @@ def test_replacement_body_keeps_signature_docstring_and_neighbours():
 )
 def test_mistake_is_named_by_all_words_of_the_first_line_in_any_of_their_forms(says, named):
     message = "Failed: Task 2 (group_advantages): a SAMPLE standard deviation divides by G - 1\n  with eps 0.0001"
-    assert audit.names(message, says) is named
+    assert names(message, says) is named
 
 
 def report(test: str, outcome: str = "passed", message: str = "") -> dict[str, str]:
@@ -83,21 +84,21 @@ def test_judging_without_running():
     pair = Combination((wrong, Mistake(5, "also wrong", NO_CHANGE, ("beta",))))
     passed, failed = report("test_task4_a"), report("test_task4_a", "failed", "the clip is missing")
     other = report("test_task5_a", "failed", "something")
-    assert audit.judge(wrong, [failed]).outcome == "rejected"
-    assert audit.judge(wrong, [failed]).named_by == "test_task4_a"
-    assert audit.judge(wrong, [report("test_task4_a", "failed", "?")]).named_by is None
-    assert audit.judge(wrong, [passed]).outcome == "ACCEPTED"
-    assert audit.judge(wrong, [passed, other]).outcome == "ACCEPTED"
-    assert audit.judge(wrong, [failed, other]).outcome == "SPOILS task 5"
-    assert audit.judge(pair, [failed, report("test_task5_a")]).outcome == "ACCEPTED in task 5"
-    assert audit.judge(pair, [failed, other]).good
-    assert audit.judge(right, [passed]).good
-    assert audit.judge(right, [failed]).outcome == "REJECTED"
-    assert audit.judge(right, [passed, report("test_task4_b", "skipped")]).outcome == "SKIPPED"
+    assert judge(wrong, [failed]).outcome == "rejected"
+    assert judge(wrong, [failed]).named_by == "test_task4_a"
+    assert judge(wrong, [report("test_task4_a", "failed", "?")]).named_by is None
+    assert judge(wrong, [passed]).outcome == "ACCEPTED"
+    assert judge(wrong, [passed, other]).outcome == "ACCEPTED"
+    assert judge(wrong, [failed, other]).outcome == "SPOILS task 5"
+    assert judge(pair, [failed, report("test_task5_a")]).outcome == "ACCEPTED in task 5"
+    assert judge(pair, [failed, other]).good
+    assert judge(right, [passed]).good
+    assert judge(right, [failed]).outcome == "REJECTED"
+    assert judge(right, [passed, report("test_task4_b", "skipped")]).outcome == "SKIPPED"
     for entry in (wrong, right, pair):
-        assert not audit.judge(entry, None).good
-        assert not audit.judge(entry, []).good
-        assert not audit.judge(entry, [report("(collection)", "failed", "ImportError")]).good
+        assert not judge(entry, None).good
+        assert not judge(entry, []).good
+        assert not judge(entry, [report("(collection)", "failed", "ImportError")]).good
 
 
 def test_audit_turns_red_when_the_tests_fall_short(capsys):
@@ -109,16 +110,16 @@ def test_audit_turns_red_when_the_tests_fall_short(capsys):
         Variation(3, "right and rejected", REVERSED),
         Mistake(3, "kills the process", "import os\nos._exit(0)", ("k3",)),
     ]
-    verdicts = audit.audit(entries, jobs=1)
+    verdicts = runner.audit(entries, jobs=1)
     assert [verdict.entry for verdict in verdicts] == entries
     assert [verdict.good for verdict in verdicts] == [True, True, True, False, False, False]
     assert [verdict.named_by is not None for verdict in verdicts] == [True, False, False, False, False, False]
     green, unnamed, accepted, rejected, killed = (
-        audit.print_table(verdicts[:2]),
-        audit.print_table(verdicts[:3]),
-        audit.print_table([*verdicts[:2], verdicts[3]]),
-        audit.print_table([*verdicts[:2], verdicts[4]]),
-        audit.print_table([*verdicts[:2], verdicts[5]]),
+        print_table(verdicts[:2]),
+        print_table(verdicts[:3]),
+        print_table([*verdicts[:2], verdicts[3]]),
+        print_table([*verdicts[:2], verdicts[4]]),
+        print_table([*verdicts[:2], verdicts[5]]),
     )
     assert (green, unnamed, accepted, rejected, killed) == (True, False, False, False, False)
     table = capsys.readouterr().out
@@ -129,48 +130,41 @@ def test_audit_turns_red_when_the_tests_fall_short(capsys):
 
 
 def test_slow_entry_is_stopped_and_the_next_one_runs(monkeypatch, tmp_path):
-    for name in audit.HANDED_OUT:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(audit.ROOT / name, tmp_path / name)
+    copy_lab(runner.HANDED_OUT, tmp_path)
     job = {"kit": str(tmp_path), "select": "task3", "says": [], "train": False, "forget": []}
-    worker = audit.Worker()
-    monkeypatch.setattr(audit, "TIMEOUT", 8.0)
+    worker = runner.Worker()
+    monkeypatch.setattr(runner, "TIMEOUT", 8.0)
     endless = Variation(3, "endless", "while True:\n    pass")
-    assert worker.run(source=audit.changed_source(endless, REFERENCE), **job) is None
+    assert worker.run(source=changed_source(endless, REFERENCE), **job) is None
     monkeypatch.undo()
     reports = worker.run(source=REFERENCE, **job)
     worker.stop()
     assert {report["outcome"] for report in reports} == {"passed"}
 
 
-def run_audit(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(audit.REFERENCE.with_name("audit.py")), *flags],
-        check=False,
-        capture_output=True,
-        encoding="utf-8",
-    )
+def run_audit(folder, *flags: str):
+    return finish(start(folder, LAB / "solutions" / "audit.py", *flags))
 
 
-def test_list_and_only():
-    listed = run_audit("--list", "--only", "TASK3 k2")
+def test_list_and_only(tmp_path):
+    listed = run_audit(tmp_path, "--list", "--only", "TASK3 k2")
     assert listed.returncode == 0
     assert "k2 for k3" in listed.stdout
     assert "k1 for k3" not in listed.stdout
-    nothing = run_audit("--list", "--only", "no such entry")
+    nothing = run_audit(tmp_path, "--list", "--only", "no such entry")
     assert nothing.returncode == 2
     assert "Traceback" not in nothing.stderr
 
 
-def test_leave_one_out_shows_what_is_read_of_a_mistake_nobody_knows():
-    shown = run_audit("--leave-one-out", "--only", "task1 mask the wrong way round")
+def test_leave_one_out_shows_what_is_read_of_a_mistake_nobody_knows(tmp_path):
+    shown = run_audit(tmp_path, "--leave-one-out", "--only", "task1 mask the wrong way round")
     assert shown.returncode == 0, shown.stderr
     assert "samples.mask drops every own token and keeps every token after the end" in shown.stdout
     assert "ACCEPTED: 0 of" in shown.stdout
 
 
-def test_show_prints_the_change_and_the_failures():
-    shown = run_audit("--show", "k2 for k3")
+def test_show_prints_the_change_and_the_failures(tmp_path):
+    shown = run_audit(tmp_path, "--show", "k2 for k3")
     assert shown.returncode == 0, shown.stderr
     assert "-    return log_u.exp() - log_u - 1" in shown.stdout
     assert "+    return 0.5 * log_u**2" in shown.stdout

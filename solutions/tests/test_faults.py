@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import copy_lab, finish, names, start
-from manifest import STUDENT
+from helpers import finish, names, start
+from manifest import STUDENT, copy_lab
 
 import tinylm
 from lab.history import read_csv

@@ -21,8 +21,8 @@ import pytest
 from grading.book import Book, Grade, columns, finished_rows, readable, row_of, table
 from grading.exam import Exam, Test, submission_digest, task_bodies, unwritten
 from grading.submissions import Refused, choose, read_submission
-from helpers import HAS_BUBBLEWRAP, copy_lab
-from manifest import AUTOGRADER
+from helpers import HAS_BUBBLEWRAP
+from manifest import AUTOGRADER, copy_lab
 
 import tinylm
 from lab.start import REFERENCE as REFERENCE_PATH

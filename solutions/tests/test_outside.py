@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import LAB, TINY, assert_one_line, copy_lab, finish, names, running, start
+from helpers import LAB, TINY, assert_one_line, finish, names, running, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from manifest import STUDENT
+from manifest import STUDENT, copy_lab
 from matplotlib import rc_context, style
 
 import run

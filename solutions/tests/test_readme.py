@@ -8,8 +8,8 @@ from statistics import fmean, median
 import calibrate
 import experiments
 import pytest
-from helpers import copy_lab, finish, start
-from manifest import LAB, STUDENT
+from helpers import finish, start
+from manifest import LAB, STUDENT, copy_lab
 
 import tinylm
 from lab.flags import passk_parser, run_parser

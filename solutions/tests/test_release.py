@@ -11,8 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import HAS_BUBBLEWRAP, copy_lab
-from manifest import AUTOGRADER, STUDENT
+from helpers import HAS_BUBBLEWRAP
+from manifest import AUTOGRADER, STUDENT, copy_lab
 
 import tinylm
 
