@@ -3,103 +3,18 @@
     python solutions/calibrate.py                    93 starting policies, a GRPO seed each, under several roundings
     python solutions/calibrate.py --grpo-seeds 10    ten GRPO seeds, all from this machine's own starting policy
 
-Another machine rounds otherwise, and SFT turns that into another starting policy. The first form does both: it takes
-other seeds, and all instruction sets and modes of torch's matrix library that this machine has. Of each figure the
-range is from the lowest to the highest of the runs: an order statistic, which needs 93 of them to say, with 95%
-confidence, that 95% of all machines lie within.
+`measuring/calibration.py` says what the ranges mean.
 """
 
-import copy
 import os
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+from measuring.calibration import batches_of, measure_all, print_roundings, print_table
+
 from lab.flags import Parser, number
-
-LAST = 30  # iterations that a mean "at the start" or "at the end" is taken over
-GAIN = "gain of the first 100 iterations"
-CONFIDENCE = 0.95  # of the ranges
-
-
-def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
-    """What the README's table tells of one run: from the policies before and after it, and its history."""
-    import tinylm  # noqa: PLC0415  here, so that --help is quick
-
-    first, *_, last = (row for row in history if "entropy" in row)
-    _, held_out = tinylm.problems()
-    wrong_before, wrong_after = (1 - tinylm.success_probability(p, held_out).double() for p in (sft, model))
-    start, end = history[1:][:LAST], history[1:][-LAST:]
-
-    def ahead(k: int) -> float:
-        return (wrong_before**k - wrong_after**k).mean().item()
-
-    def zero_signal(rows: list[dict]) -> float:
-        return fmean(row["all_right"] + row["all_wrong"] for row in rows)
-
-    return {
-        "sampled accuracy before": first["sampled_accuracy"],
-        "sampled accuracy after": last["sampled_accuracy"],
-        "greedy accuracy before": first["greedy_accuracy"],
-        "greedy accuracy after": last["greedy_accuracy"],
-        "entropy before, nats per token": first["entropy"],
-        "entropy after, nats per token": last["entropy"],
-        f"zero-signal groups, first {LAST} iterations": zero_signal(start),
-        f"zero-signal groups, last {LAST} iterations": zero_signal(end),
-        f"k3 KL, first {LAST} iterations": fmean(row["kl"] for row in start),
-        f"k3 KL, last {LAST} iterations": fmean(row["kl"] for row in end),
-        "pass@1, GRPO - SFT": ahead(1),
-        "pass@2, GRPO - SFT": ahead(2),
-        "pass@16, GRPO - SFT": ahead(16),
-        "pass@64, GRPO - SFT": ahead(64),
-    }
-
-
-def measure(seeds: tuple[int | None, int]) -> dict[str, float]:
-    """One default run. `seeds`: that of the starting policy (None: this machine's own), and that of GRPO."""
-    import grpo  # noqa: PLC0415
-    import tinylm  # noqa: PLC0415
-
-    sft_seed, grpo_seed = seeds
-    sft = tinylm.load_or_train_sft() if sft_seed is None else tinylm.train_sft(sft_seed)
-    model = copy.deepcopy(sft)
-    history = grpo.train_grpo(model, grpo.GRPOConfig(seed=grpo_seed, eval_every=100))
-    gain = history[100]["sampled_accuracy"] - history[0]["sampled_accuracy"]
-    return figures(sft, model, history) | {GAIN: gain}
-
-
-def roundings() -> list[dict[str, str]]:
-    """Environment variables under which torch rounds otherwise, as far as this machine can."""
-    import torch  # noqa: PLC0415
-
-    known, here = ["default", "avx2", "avx512"], torch.backends.cpu.get_cpu_capability().lower()
-    sets = known[: known.index(here) + 1] if here in known else [here]
-    modes = [{}, {"MKL_CBWR": "COMPATIBLE"}] if torch.backends.mkl.is_available() else [{}]
-    return [{"ATEN_CPU_CAPABILITY": name} | mode for name in sets for mode in modes]
-
-
-def set_variables(variables: dict[str, str]) -> None:
-    """In a new process, before `measure` imports torch, which then reads them."""
-    os.environ.update(variables)
-
-
-def print_table(results: list[dict[str, float]]) -> None:
-    """A row for each figure, what its range means, and how far task 5's threshold lies below the mean gain."""
-    from scipy.stats import beta  # noqa: PLC0415
-
-    n = len(results)
-    print(f"| over {n} runs | mean | sd | lowest | highest |\n{'|---' * 5}|")
-    for name in results[0]:
-        values = [result[name] for result in results]
-        cells = fmean(values), stdev(values), min(values), max(values)
-        print(f"| {name} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
-    # What n draws leave outside of their lowest and highest is two of n + 1 equivalent blocks: a beta distribution.
-    share = beta.ppf(1 - CONFIDENCE, n - 1, 2)
-    print(f"\nfrom lowest to highest: {share:.1%} of all machines, with {CONFIDENCE:.0%} confidence")
-    gains = [result[GAIN] for result in results]
-    print(f"task 5 asks for a gain of 0.06: {(fmean(gains) - 0.06) / stdev(gains):.1f} sd below the mean gain")
 
 
 def main() -> None:
@@ -113,31 +28,9 @@ def main() -> None:
     parser.flag("--jobs", os.cpu_count(), number(int, 1, 1000), "processes")
     args = parser.parse_args()
 
-    import multiprocessing  # noqa: PLC0415
-
-    from tqdm import tqdm  # noqa: PLC0415
-
-    import tinylm  # noqa: PLC0415
-
-    if args.grpo_seeds:
-        tinylm.load_or_train_sft()  # once, before the processes all look for it
-        batches = [({}, [(None, seed) for seed in range(args.grpo_seeds)])]
-    else:
-        each = roundings()
-        batches = [(each[i], [(n, n) for n in range(i, args.policies, len(each))]) for i in range(len(each))]
-    results = []
-    with tqdm(total=sum(len(jobs) for _, jobs in batches), unit="run", disable=None) as bar:
-        for environment, jobs in batches:
-            with multiprocessing.get_context("spawn").Pool(args.jobs, set_variables, (environment,)) as pool:
-                for result in pool.imap(measure, jobs):
-                    results.append(result)
-                    bar.update()
-    print_table(results)
-    print(
-        "roundings:",
-        *(" ".join(f"{name}={value}" for name, value in e.items()) or "as it is" for e, _ in batches),
-        sep="\n  ",
-    )
+    batches = batches_of(args.policies, args.grpo_seeds)
+    print_table(measure_all(batches, args.jobs))
+    print_roundings(batches)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from calibrate import LAST
-from calibrate import figures as measure
+from measuring.calibration import LAST
+from measuring.calibration import figures as measure
 
 from lab.files import whole_file
 from lab.flags import Parser, number, run_parser, settings_of

@@ -2,22 +2,16 @@
 
 import importlib.util
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 
-import bench
 import pytest
 import torch
+from helpers import call_command
+from measuring import bench
+from measuring.beside_trl import save_gpt2
+from measuring.processes import busy_core
 
 import tinylm
-
-LAB = Path(__file__).resolve().parents[2]
-
-
-def command(monkeypatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
-    return bench.main()
 
 
 def test_products_of_forward_and_backward_are_counted():
@@ -57,8 +51,8 @@ def test_an_iteration_multiplies_what_its_parts_do_and_every_token_once(sft):
     assert 0.6 < parts / count["GRPO iteration"] < 1.6
 
 
-def test_the_tables(monkeypatch, capsys, sft):
-    assert command(monkeypatch, "--quick", "--repeats", "1", "--busy") == 0
+def test_the_tables(capsys, sft):
+    assert call_command("bench.py", "--quick", "--repeats", "1", "--busy") == 0
     output = capsys.readouterr().out
     table = [line for line in output.splitlines() if len(line) == 36 + 48 and line[-1].isdigit()]
     assert len(table) == 5 + 4 + 5, output
@@ -87,23 +81,22 @@ def test_the_fitted_exponent(monkeypatch, capsys):
 
 
 def test_the_busy_process_is_ended():
-    with pytest.raises(ValueError, match="stop"), bench.busy_core() as process:
+    with pytest.raises(ValueError, match="stop"), busy_core() as process:
         assert process.poll() is None
         raise ValueError("stop")
     assert process.returncode is not None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="trl is installed")
-def test_without_trl_one_line_says_so(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        command(monkeypatch, "--trl")
+def test_without_trl_one_line_says_so(capsys):
+    assert call_command("bench.py", "--trl") == 2
     output = capsys.readouterr()
-    assert stop.value.code == 2 and output.out == "" and output.err.count("\n") == 1 and "trl" in output.err
+    assert output.out == "" and output.err.count("\n") == 1 and "trl" in output.err
 
 
 def test_the_gpt2_for_trl_computes_the_same_logits(sft, tmp_path):
     pytest.importorskip("transformers")
-    gpt2, tokenizer = bench.save_gpt2(sft, tmp_path)
+    gpt2, tokenizer = save_gpt2(sft, tmp_path)
     _, held_out = tinylm.problems()
     right = tinylm.answers(held_out)
     with torch.no_grad():

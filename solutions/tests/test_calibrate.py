@@ -3,15 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import calibrate
 import numpy as np
 import pytest
-from helpers import finish, start
+from helpers import call_command, finish, start
+from manifest import LAB
+from measuring import calibration
 from scipy.stats import t
-
-LAB = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -21,7 +19,7 @@ def test_two_policies_in_two_spawned_processes(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     table = {cells[1].strip(): cells[2:-1] for line in done.stdout.splitlines() if len(cells := line.split("|")) == 7}
-    for name in ("sampled accuracy before", "sampled accuracy after", calibrate.GAIN):
+    for name in ("sampled accuracy before", "sampled accuracy after", calibration.GAIN):
         mean, sd, lowest, highest = map(float, table[name])
         assert lowest <= mean <= highest and sd >= 0  # rounded, two policies may be alike
     assert float(table["sampled accuracy after"][0]) > float(table["sampled accuracy before"][0]) + 0.06
@@ -36,20 +34,18 @@ def test_the_range_of_93_runs_holds_95_percent(capsys):
         known = generator.standard_t(3, 93)
         good += t.cdf(known.max(), 3) - t.cdf(known.min(), 3) >= 0.95
     assert 0.92 <= good / 400 <= 0.98
-    calibrate.print_table([{calibrate.GAIN: 0.2 + i / 1000} for i in range(93)])
+    calibration.print_table([{calibration.GAIN: 0.2 + i / 1000} for i in range(93)])
     assert "from lowest to highest: 95.0% of all machines, with 95% confidence" in capsys.readouterr().out
 
 
 def test_every_rounding_changes_the_starting_policy():
     code = "import tinylm; print(tinylm.train_sft(target=0.02).head.weight.double().sum().item())"
-    several = calibrate.roundings()
+    several = calibration.roundings()
     sums = {finish(start(LAB, "-c", code, **rounding)).stdout for rounding in several}
     assert len(sums) > len(several) / 2  # not each instruction set differs in each operation
 
 
 @pytest.mark.parametrize("flags", ["--policies 1", "--grpo-seeds 1", "--policies 2 --grpo-seeds 2", "--jobs 0", "--x"])
-def test_bad_flags_are_one_line(flags, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["calibrate.py", *flags.split()])
-    with pytest.raises(SystemExit) as stop:
-        calibrate.main()
-    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+def test_bad_flags_are_one_line(flags, capsys):
+    assert call_command("calibrate.py", *flags.split()) == 2
+    assert capsys.readouterr().err.count("\n") == 1

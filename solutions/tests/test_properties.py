@@ -22,16 +22,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
-import audit
-import bench
-import calibrate
 import grade
 import guide
 import numpy as np
 import pytest
 import release
 import torch
-from helpers import call_main
+from auditing import runner, worker
+from helpers import call_command, call_main
 from hypothesis import HealthCheck, assume, configuration, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -572,7 +570,7 @@ def accept(*_, **__):
 class Tool(NamedTuple):
     """A command, the functions at which its work begins, command lines that it takes, and some that it must refuse."""
 
-    module: ModuleType
+    module: ModuleType | None  # None: it has nothing to patch itself, and is called as a program
     work: list[tuple[object, str]]
     good: list[str]
     bad: list[str]
@@ -624,19 +622,19 @@ TOOLS = {
         ["--gradescope --with-solutions", "--out new.png", "--out foreign.zip", f"--out {LONG}/new.zip", "--out=--"],
     ),
     "audit.py": Tool(
-        audit,
-        [(audit, "audit"), (audit, "work")],
+        None,
+        [(runner, "audit"), (worker, "work")],
         ["--only task4", "--list", "--full --jobs 2"],
         ["--wrong", "--only no-such-entry", "--show no-such-entry", "--jobs 0", "--jobs=--"],
     ),
     "calibrate.py": Tool(
-        calibrate,
+        None,
         [(tinylm, "load_or_train_sft"), (multiprocessing, "get_context")],
         ["--jobs 2", "--grpo-seeds 5"],
         ["--policies 1", "--grpo-seeds 0", "--jobs 0", "--policies 2 --grpo-seeds 2", "--policies=--"],
     ),
     "bench.py": Tool(
-        bench,
+        None,
         [(tinylm, "load_or_train_sft")],
         ["--quick --repeats 1", "--busy"],
         ["--repeats 0", "--repeats", "--repeats=--", "new"],
@@ -720,7 +718,8 @@ def call(tmp_path, monkeypatch, reference) -> Callable[..., tuple[int, str, str]
             patch.setattr(sys, "argv", [name, *arguments])
             patch.setattr(sys, "path", list(sys.path))
             try:
-                status = call_main(TOOLS[name].module)
+                module = TOOLS[name].module
+                status = call_main(module) if module else call_command(name, *arguments)
             except Accepted:
                 status = 0
             except SystemExit as stop:

@@ -5,11 +5,11 @@ import re
 import shlex
 from statistics import fmean, median
 
-import calibrate
 import experiments
 import pytest
 from helpers import finish, start
 from manifest import LAB, STUDENT, copy_lab
+from measuring import calibration
 
 import tinylm
 from lab.flags import passk_parser, run_parser
@@ -35,7 +35,7 @@ def claims() -> dict[str, list[tuple[float, ...]]]:
     return rows
 
 
-ROUNDINGS = [{}, *(calibrate.roundings()[i] for i in (0, -1))]  # as this machine computes, and in two other ways
+ROUNDINGS = [{}, *(calibration.roundings()[i] for i in (0, -1))]  # as this machine computes, and in two other ways
 
 
 @pytest.fixture(scope="module", params=ROUNDINGS, ids=lambda rounding: ", ".join(rounding.values()) or "as it is")
@@ -46,9 +46,9 @@ def fresh(request, tmp_path_factory):
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr  # it says that it trains the policy
     history = read_csv(folder / "grpo_tinylm.csv").history
     model, sft = (tinylm.load_checkpoint(folder / name) for name in ("tinylm_grpo.pt", "tinylm_sft.pt"))
-    figures = calibrate.figures(sft, model, history)
+    figures = calibration.figures(sft, model, history)
     gain = history[100]["sampled_accuracy"] - history[0]["sampled_accuracy"]
-    return history, figures | {calibrate.GAIN: gain}
+    return history, figures | {calibration.GAIN: gain}
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_fresh_default_run_lies_within_the_readmes_ranges(fresh):
             "zero-signal groups, last 30 iterations",
         ],
         "k3 KL to the reference, nats per token": ["k3 KL, first 30 iterations", "k3 KL, last 30 iterations"],
-        "in sampled accuracy, after 100 iterations": [calibrate.GAIN],
+        "in sampled accuracy, after 100 iterations": [calibration.GAIN],
         "in pass@1, after 300": ["pass@1, GRPO - SFT"],
         "in pass@2, after 300": ["pass@2, GRPO - SFT"],
         "in pass@16, after 300": ["pass@16, GRPO - SFT"],

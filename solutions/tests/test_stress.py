@@ -10,22 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import stress
-from stress import SFT, Victim
+from helpers import call_command
+from manifest import SFT
+from measuring import kills, suite
+from measuring.kills import Victim
+from measuring.processes import copy_whole_lab, environment, running
 
 import tinylm
 
 
-def command(monkeypatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["stress.py", *flags])
-    return stress.main()
-
-
 @pytest.mark.parametrize("flags", [[], ["--seed", "1"], ["--suite", "0"], ["--kills", "x"], ["--kills", "1", "--seed"]])
-def test_bad_flags_are_one_line(monkeypatch, capsys, flags):
-    with pytest.raises(SystemExit) as stopped:
-        command(monkeypatch, *flags)
-    assert stopped.value.code == 2
+def test_bad_flags_are_one_line(capsys, flags):
+    assert call_command("stress.py", *flags) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -60,7 +56,7 @@ def test_it(i, pytestconfig):
 
 
 @pytest.fixture
-def suite(monkeypatch, tmp_path, capsys):
+def run_fake(monkeypatch, tmp_path, capsys):
     """Run the stress test on such a lab; gives (good?, what it printed, the notes of the tests)."""
 
     def run(count: int, first_seed: int = 0, fault: str = "pass"):
@@ -80,27 +76,27 @@ def suite(monkeypatch, tmp_path, capsys):
             (folder / SFT).write_bytes(b"policy")
             return folder
 
-        monkeypatch.setattr(stress, "copy_lab", copy_fake)
+        monkeypatch.setattr(suite, "copy_whole_lab", copy_fake)
         monkeypatch.setenv("PYTHONPATH", str(modules))
         monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
         monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-flag")  # the instructor's own settings must not matter
-        good = stress.stress_suite(count, first_seed)
+        good = suite.stress_suite(count, first_seed)
         notes = (tmp_path / "notes").read_text(encoding="utf-8").splitlines()
         return good, capsys.readouterr().out, [json.loads(line) for line in notes]
 
     return run
 
 
-def test_circumstances_are_what_they_are_called(suite, monkeypatch):
-    busy, real = [], stress.busy_core
+def test_circumstances_are_what_they_are_called(run_fake, monkeypatch):
+    busy, real = [], suite.busy_core
 
     def counted():
         busy.append(real)
         return real()
 
-    monkeypatch.setattr(stress, "busy_core", counted)
-    tried = [c for c in stress.circumstances() if not c.plugin or find_spec(c.plugin)]
-    good, output, notes = suite(len(tried), first_seed=5)
+    monkeypatch.setattr(suite, "busy_core", counted)
+    tried = [c for c in suite.circumstances() if not c.plugin or find_spec(c.plugin)]
+    good, output, notes = run_fake(len(tried), first_seed=5)
     assert good, output
     assert len(busy) == os.cpu_count()
     runs = {c.name: [n for n in notes if n["seeds"][0] == str(5 + i)] for i, c in enumerate(tried)}
@@ -122,9 +118,9 @@ def test_circumstances_are_what_they_are_called(suite, monkeypatch):
     assert not both[0]["policy"] and both[0]["lab"] != runs["as it is"][0]["lab"]
 
 
-def test_a_missing_plugin_is_told_and_its_circumstance_skipped(suite, monkeypatch):
-    monkeypatch.setattr(stress.importlib.util, "find_spec", lambda name: None)
-    good, output, _ = suite(1)
+def test_a_missing_plugin_is_told_and_its_circumstance_skipped(run_fake, monkeypatch):
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
+    good, output, _ = run_fake(1)
     assert good
     assert "in random order              skipped: pytest-randomly is not installed" in output
     assert "in parallel                  skipped: pytest-xdist is not installed" in output
@@ -139,10 +135,10 @@ def test_a_missing_plugin_is_told_and_its_circumstance_skipped(suite, monkeypatc
         ("SEED == '1' and os._exit(3)", "exit status 3"),
     ],
 )
-def test_one_seed_that_fails_is_told_with_its_output(suite, monkeypatch, fault, told):
-    monkeypatch.setattr(stress, "circumstances", lambda: [stress.Circumstance("as it is")])
-    monkeypatch.setattr(stress, "TIMEOUT", 3)
-    good, output, _ = suite(3, fault=fault)
+def test_one_seed_that_fails_is_told_with_its_output(run_fake, monkeypatch, fault, told):
+    monkeypatch.setattr(suite, "circumstances", lambda: [suite.Circumstance("as it is")])
+    monkeypatch.setattr(suite, "TIMEOUT", 3)
+    good, output, _ = run_fake(3, fault=fault)
     verdicts = [line.split()[-1] for line in output.splitlines() if line[:6].strip().isdigit()]
     assert not good and verdicts == ["passed", "FAILED", "passed"], output
     assert told in output
@@ -150,9 +146,9 @@ def test_one_seed_that_fails_is_told_with_its_output(suite, monkeypatch, fault, 
 
 
 @pytest.mark.parametrize("fault", ["(HERE / f'.1.{SEED}tinylm_sft.pt').touch()", "NOTE['policy'] = True"])
-def test_two_at_once_must_leave_one_policy_and_nothing_else(suite, monkeypatch, fault):
-    monkeypatch.setattr(stress, "circumstances", lambda: [stress.Circumstance("two", suites=2)])
-    good, output, _ = suite(1, fault=fault)
+def test_two_at_once_must_leave_one_policy_and_nothing_else(run_fake, monkeypatch, fault):
+    monkeypatch.setattr(suite, "circumstances", lambda: [suite.Circumstance("two", suites=2)])
+    good, output, _ = run_fake(1, fault=fault)
     assert not good and "the starting policy is not there, or more than that" in output, output
 
 
@@ -178,11 +174,11 @@ def fake(source: str) -> Victim:
     return Victim("fake", [sys.executable, "-c", START + source])
 
 
-def kill_fakes(monkeypatch, source: str, kills: int) -> int:
+def kill_fakes(monkeypatch, source: str, count: int) -> int:
     """The exit status of `--kills N` if there were no other command than this one."""
-    monkeypatch.setattr(stress, "copy_lab", lambda folder: folder.mkdir())
-    monkeypatch.setattr(stress, "victims", lambda *_: [fake(source)])
-    return command(monkeypatch, "--kills", str(kills))
+    monkeypatch.setattr(kills, "copy_whole_lab", lambda folder: folder.mkdir())
+    monkeypatch.setattr(kills, "victims", lambda *_: [fake(source)])
+    return call_command("stress.py", "--kills", str(count))
 
 
 def test_a_command_that_writes_whole_files_stands_all_kills(monkeypatch, capsys):
@@ -233,11 +229,11 @@ FROM_NOTHING, FROM_ALL = 10, 15  # kills at a change on the disk, after which th
     ],
 )
 def test_each_kind_of_fault_is_named(monkeypatch, tmp_path, source, j, told):
-    monkeypatch.setitem(stress.READERS, "a.pt", lambda path: path.read_text(encoding="utf-8").index("e"))
-    monkeypatch.setattr(stress, "READERS", dict(reversed(stress.READERS.items())))  # a.pt before *.pt
+    monkeypatch.setitem(kills.READERS, "a.pt", lambda path: path.read_text(encoding="utf-8").index("e"))
+    monkeypatch.setattr(kills, "READERS", dict(reversed(kills.READERS.items())))  # a.pt before *.pt
     victim, folder, variables = fake(source), tmp_path / "work", dict(os.environ)
-    stress.watch(victim, 0, folder, variables)
-    kill = stress.kill_once(victim, j, folder, variables, AtSecondChange(0))
+    kills.watch(victim, 0, folder, variables)
+    kill = kills.kill_once(victim, j, folder, variables, AtSecondChange(0))
     assert not kill.late
     assert any(told in fault for fault in kill.faults), kill
 
@@ -245,7 +241,7 @@ def test_each_kind_of_fault_is_named(monkeypatch, tmp_path, source, j, told):
 def test_the_kill_takes_what_the_command_has_started_with_it(tmp_path):
     source = "import subprocess, sys, time; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     child = "import os, time, pathlib; pathlib.Path('id').write_text(str(os.getpid())); time.sleep(600)"
-    with stress.running([sys.executable, "-c", source, child], tmp_path, dict(os.environ)) as (process, _):
+    with running([sys.executable, "-c", source, child], tmp_path, dict(os.environ)) as (process, _):
         while not (tmp_path / "id").exists() or not (tmp_path / "id").read_text(encoding="utf-8"):
             assert process.poll() is None
     assert process.returncode
@@ -265,20 +261,20 @@ def test_a_row_of_the_grades_is_not_lost_and_not_there_before_its_feedback(tmp_p
     for name in rows:
         (tmp_path / "feedback" / f"{name}.txt").touch()
     grades.write_text(header + rows["ana"] + rows["ben"], encoding="utf-8")
-    before = stress.contents(tmp_path)
-    victim = Victim("grade.py", [], right={name: stress.read(tmp_path / name) for name in before})
+    before = kills.contents(tmp_path)
+    victim = Victim("grade.py", [], right={name: kills.read(tmp_path / name) for name in before})
 
     grades.write_text(header + rows["ben"], encoding="utf-8")
-    assert stress.damage(tmp_path, before, victim) == ["grades.csv: the row of ana is lost"]
+    assert kills.damage(tmp_path, before, victim) == ["grades.csv: the row of ana is lost"]
     grades.write_text(header + rows["ana"].replace("0", "3") + rows["ben"], encoding="utf-8")  # it was graded again
-    assert stress.damage(tmp_path, before, victim) == ["grades.csv: the row of ana is lost"]
+    assert kills.damage(tmp_path, before, victim) == ["grades.csv: the row of ana is lost"]
     grades.write_text(header + rows["ana"] + rows["ben"][:4], encoding="utf-8")  # it was not finished
-    assert stress.damage(tmp_path, {}, victim) == []
+    assert kills.damage(tmp_path, {}, victim) == []
     grades.write_text(header + rows["ana"].replace("15", "14"), encoding="utf-8")
-    assert "is not what grade.py writes" in stress.damage(tmp_path, {}, victim)[0]
+    assert "is not what grade.py writes" in kills.damage(tmp_path, {}, victim)[0]
     grades.write_text(header + rows["ana"] + rows["ben"], encoding="utf-8")
     (tmp_path / "feedback" / "ben.txt").unlink()
-    assert stress.damage(tmp_path, {}, victim) == ["grades.csv is damaged: it has ben's row, but there is no feedback"]
+    assert kills.damage(tmp_path, {}, victim) == ["grades.csv is damaged: it has ben's row, but there is no feedback"]
 
 
 # The real commands ---------------------------------------------------------------------------------------------------
@@ -287,10 +283,10 @@ def test_a_row_of_the_grades_is_not_lost_and_not_there_before_its_feedback(tmp_p
 @pytest.fixture(scope="module")
 def quick_lab(tmp_path_factory):
     """A copy of the lab with few tests, whose starting policy is trained in no time."""
-    lab = stress.copy_lab(tmp_path_factory.mktemp("stress") / "lab")
+    lab = copy_whole_lab(tmp_path_factory.mktemp("stress") / "lab")
     lab.parent.chmod(0o755)
     with (lab / "test_grpo.py").open("a", encoding="utf-8") as file:
-        file.write(stress.CUT.replace("startswith((", "startswith(('test_task2', 'test_task3', "))
+        file.write(kills.CUT.replace("startswith((", "startswith(('test_task2', 'test_task3', "))
     text = (lab / "tinylm.py").read_text(encoding="utf-8")
     assert text.count("target: float = 0.51") == 1
     (lab / "tinylm.py").write_text(text.replace("target: float = 0.51", "target: float = 0.0"), encoding="utf-8")
@@ -298,17 +294,17 @@ def quick_lab(tmp_path_factory):
 
 
 def test_the_reference_passes_under_warnings_as_errors(quick_lab):
-    assert stress.run_suite(quick_lab, 3, stress.Circumstance("from another folder", elsewhere=True)) == ""
+    assert suite.run_suite(quick_lab, 3, suite.Circumstance("from another folder", elsewhere=True)) == ""
 
 
 @pytest.fixture(scope="module")
 def watched(quick_lab, tmp_path_factory):
     """(the real commands, a folder for each, the environment); each has run to its end once."""
     root = tmp_path_factory.mktemp("watched")
-    commands, variables = stress.victims(quick_lab, root / "submissions"), stress.environment(root)
+    commands, variables = kills.victims(quick_lab, root / "submissions"), environment(root)
     (root / "submissions" / "unwritten.py").unlink()  # one is enough here
     with ThreadPoolExecutor(2) as pool:  # two at a time, for they take seconds
-        list(pool.map(lambda victim: stress.watch(victim, 0, root / victim.name, variables), commands))
+        list(pool.map(lambda victim: kills.watch(victim, 0, root / victim.name, variables), commands))
     return commands, root, variables
 
 
@@ -319,12 +315,12 @@ def test_a_file_cut_short_is_found_whichever_command_wrote_it(watched):
     assert [len(victim.starts[1]) for victim in commands] == [1, 3, 2, 1]
     for victim in commands:
         folder = root / victim.name
-        assert stress.damage(folder, {}, victim) == []
-        for name, content in stress.contents(folder).items():
+        assert kills.damage(folder, {}, victim) == []
+        for name, content in kills.contents(folder).items():
             sizes = (0, len(content) // 2, len(content) - 2)
             for size in sizes if name != "grades.csv" else ():  # which may end anywhere
                 (folder / name).write_bytes(content[:size])
-                assert len(stress.damage(folder, {}, victim)) == 1, (name, size)
+                assert len(kills.damage(folder, {}, victim)) == 1, (name, size)
             (folder / name).write_bytes(content)
 
 
@@ -332,6 +328,6 @@ def test_a_file_cut_short_is_found_whichever_command_wrote_it(watched):
 def test_sft_stands_a_kill_as_it_writes_over_half_a_policy(watched, tmp_path):
     (victim, *_), _, variables = watched
     victim.seconds[1], victim.changes[1] = victim.seconds[0], victim.changes[0]
-    kill = stress.kill_once(victim, FROM_ALL, tmp_path / "work", variables, random.Random(0))
+    kill = kills.kill_once(victim, FROM_ALL, tmp_path / "work", variables, random.Random(0))
     assert kill.faults == [] and (kill.again or kill.late)
     assert tinylm.load_checkpoint(tmp_path / "work" / SFT)
