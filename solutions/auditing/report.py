@@ -8,7 +8,6 @@ from auditing.entries import REFERENCE, Entry, Variation, changed_source, tasks
 from auditing.runner import audit
 from auditing.verdicts import Verdict, headline
 from auditing.worker import tables_of_mistakes
-from lab.diagnose import AND
 
 NAMED_AT_LEAST = 0.95  # of the wrong solutions
 VAGUE = re.compile(r"(is|are) wrong(, first at| of its gradient|$)|its gradient is not")  # says nothing of what it is
@@ -49,6 +48,8 @@ def sentence_of(verdict: Verdict) -> str:
 
 def known_in(sentence: str) -> list[str]:
     """The names of known mistakes of which a first line consists: "metrics['kl'] is a sum ..." holds one of them."""
+    from lab.diagnose import AND  # noqa: PLC0415 (it imports torch, which takes seconds)
+
     known = {name for table in tables_of_mistakes() for name in table} - {""}
     return [
         name

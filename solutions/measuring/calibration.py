@@ -84,9 +84,6 @@ def set_variables(variables: dict[str, str]) -> None:
 def batches_of(policies: int, grpo_seeds: int | None) -> list[Batch]:
     """Starting policies with a GRPO seed each, under all roundings in turn; or GRPO seeds from this machine's own."""
     if grpo_seeds:
-        import tinylm
-
-        tinylm.load_or_train_sft()  # once, before the processes all look for it
         return [({}, [(None, seed) for seed in range(grpo_seeds)])]
     each = roundings()
     return [(each[i], [(n, n) for n in range(i, policies, len(each))]) for i in range(len(each))]
@@ -96,6 +93,10 @@ def measure_all(batches: list[Batch], jobs: int) -> list[dict[str, float]]:
     """The figures of all runs, in so many processes at a time."""
     from tqdm import tqdm
 
+    import tinylm
+
+    if any(policy is None for _, seeds in batches for policy, _ in seeds):
+        tinylm.load_or_train_sft()  # once, before the processes all look for it
     results = []
     with tqdm(total=sum(len(seeds) for _, seeds in batches), unit="run", disable=None) as bar:
         for environment, seeds in batches:
