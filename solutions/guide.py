@@ -1,4 +1,4 @@
-"""Run the guide, `colab_grpo_trl.md`: every Python block of it, as a notebook.
+"""Run the guide, `colab_grpo_trl.md`: every Python block of it, as a notebook; then what is said there of TRL.
 
     python solutions/guide.py --requirements       print what the guide's own install line names, one package a line
     python solutions/guide.py --install --run      install that into this environment, then run every block
@@ -6,9 +6,10 @@
 
 `--run` reads the guide with jupytext and executes it with nbclient, in a folder of its own, with the reference
 solution. Nothing is downloaded: the 0.5B model's name is replaced by a tiny model of the same architecture, made on
-the spot. It fails when a block raises, was not run, or is in the file but not in the notebook.
+the spot, with a reward that it can earn. It fails when a block raises, was not run, or is in the file but not in the
+notebook; when that reward does not rise; and when a test of `CHECKS` fails, which need this environment.
 
-For other code that needs a piece of the guide: `block("convert")["to_gpt2"]`.
+For other code that needs a piece of the guide: `block("convert")["to_gpt2"]`, `written()["train_qwen.py"]`.
 """
 # ruff: noqa: PLC0415  what `--install` installs can only be imported afterwards
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "colab_grpo_trl.md"
 GPU_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SHORT = "4"  # LAB_STEPS unless it is set: long enough for every branch, short enough for CI
+CHECKS = ("test_trl.py", "test_train_qwen.py")  # in tests/; elsewhere, where there is no TRL, they are skipped
 
 
 def requirements() -> list[str]:
@@ -42,10 +44,15 @@ def requirements() -> list[str]:
     return lines[0].split()
 
 
+def needed() -> list[str]:
+    """What `--install` installs: that, and what runs `CHECKS`."""
+    return [*requirements(), "pytest"]
+
+
 def unmet() -> list[str]:
-    """The requirements that this environment does not meet, each with what is there instead."""
+    """Of what is needed, what this environment does not have, each with what is there instead."""
     problems = []
-    for requirement in requirements():
+    for requirement in needed():
         name, _, pinned = requirement.partition("==")
         try:
             here = importlib.metadata.version(name).split("+")[0]  # 2.13.0+cpu is torch 2.13.0
@@ -124,15 +131,49 @@ def tiny_qwen(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+# How part 7 is changed for the tiny model: {what stands in the guide, once: what is run}. Random weights never multiply
+# right, so a second reward can be earned, by digits; at a rate at which six steps show it, and more would show no more.
+EARNABLE = """\
+def digit_share(completions, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(char.isdigit() for char in text) / max(1, len(text)) for text in texts]
+
+
+untrained = {name: weight.clone() for name, weight in qwen.state_dict().items()}
+"""
+EARNED = """
+earned = [row["rewards/digit_share/mean"] for row in trainer.state.log_history if "reward" in row]
+assert len(earned) == QWEN_STEPS and earned[-1] > 4 * earned[0], f"the reward does not rise: {earned}"
+moved = [name for name, weight in qwen.state_dict().items() if not torch.equal(weight, untrained[name])]
+assert len(moved) == len(untrained), f"weights that stayed as they were: {set(untrained) - set(moved)}"
+print("a reward that the tiny model can earn:", *(f"{share:.2f}" for share in earned))
+"""
+SUBSTITUTIONS = {
+    f'MODEL = "{GPU_MODEL}"': "MODEL = {folder!r}",
+    'QWEN_STEPS = int(os.environ.get("LAB_STEPS", "200"))': "QWEN_STEPS = 6",
+    "    learning_rate=1e-6,": "    learning_rate=0.1,",
+    "    reward_funcs=[correct],": "    reward_funcs=[correct, digit_share],",
+    "trainer.train()\ntrainer.save_model": f"trainer.train(){EARNED}trainer.save_model",
+    "args = GRPOConfig(\n    **qwen_task": f"{EARNABLE}args = GRPOConfig(\n    **qwen_task",
+}
+
+
 def put_tiny_model(cells, folder: Path) -> None:
-    """Replace the 0.5B model's name, where it is assigned, by a tiny model's folder."""
-    name = f'MODEL = "{GPU_MODEL}"'
-    places = [cell for cell in cells.cells if cell.cell_type == "code" and name in cell.source]
-    if len(places) != 1 or places[0].source.count(name) != 1:
-        raise ValueError(f"{GUIDE.name} must have the line {name} once")
+    """Make a tiny model in `folder`, and change part 7 so that it is trained. Raises ValueError where that fails."""
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         tiny_qwen(folder)
-    places[0].source = places[0].source.replace(name, f"MODEL = {str(folder)!r}")
+    for old, new in SUBSTITUTIONS.items():
+        places = [cell for cell in cells.cells if cell.cell_type == "code" and old in cell.source]
+        if len(places) != 1 or places[0].source.count(old) != 1:
+            raise ValueError(f"{GUIDE.name} must have {old!r} once, in a block")
+        places[0].source = places[0].source.replace(old, new.replace("{folder!r}", repr(str(folder))))
+
+
+def written() -> dict[str, str]:
+    """The files that the guide's blocks write, {name: content}: "train_qwen.py" and others."""
+    text = GUIDE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n%%writefile (\S+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return dict(blocks)
 
 
 def parts(cells) -> list[str]:
@@ -155,13 +196,14 @@ def run(out: Path | None) -> int:
     environment["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # a debugger's warning about frozen modules
     titles = parts(cells)
     seconds = dict.fromkeys(titles, 0.0)
-    started = {}
+    started, reached = {}, []
 
     def start(cell, cell_index):
+        reached.append(cell_index)
         started[cell_index] = time.perf_counter()
 
-    def end(cell, cell_index, execute_reply):
-        seconds[titles[cell_index]] += time.perf_counter() - started[cell_index]
+    def end(cell, cell_index, execute_reply=None):
+        seconds[titles[cell_index]] += time.perf_counter() - started.pop(cell_index)
 
     with tempfile.TemporaryDirectory(prefix="guide-") as name:
         work = Path(name)
@@ -172,31 +214,41 @@ def run(out: Path | None) -> int:
         put_tiny_model(cells, work / "tiny_qwen")
         client = NotebookClient(
             cells,
-            timeout=3600,
+            timeout=3600,  # of a block; at LAB_STEPS=200 the slowest takes a few minutes
             kernel_name="python3",
             extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": str(work)}},
             on_cell_start=start,
             on_cell_executed=end,
         )
-        status = 0
+        status, stopped_at = 0, len(cells.cells)
         try:
             client.execute(env=environment)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            print(f"{GUIDE.name}, part {titles[max(started, default=0)]!r}: {error}", file=sys.stderr)
-            status = 1
+            status, stopped_at = 1, reached[-1] if reached else 0
+            if stopped_at in started:  # a time-out: it never ended
+                end(None, stopped_at)
+            print(f"{GUIDE.name}, part {titles[stopped_at]!r}: {error}", file=sys.stderr)
         if out:
             out.mkdir(parents=True, exist_ok=True)
             nbformat.write(cells, out / f"{GUIDE.stem}.ipynb")
             for picture in work.glob("*.png"):
                 shutil.copy(picture, out / picture.name)
     code = [i for i, cell in enumerate(cells.cells) if cell.cell_type == "code"]
-    stopped_at = max(started, default=0) if status else len(cells.cells)
     ran = sum(i < stopped_at and cells.cells[i].execution_count is not None for i in code)
     for title, spent in seconds.items():
-        print(f"{spent:7.1f} s  {title}")
+        failed = "  FAILED" if status and title == titles[stopped_at] else ""
+        print(f"{spent:7.1f} s  {title}{failed}")
     print(f"{ran} of {len(code)} blocks of {GUIDE.name} ran, LAB_STEPS={environment['LAB_STEPS']}")
     return status or int(ran != len(code))
+
+
+def check() -> int:
+    """Run the tests that need this environment. Returns pytest's exit status."""
+    tests = [str(ROOT / "solutions" / "tests" / name) for name in CHECKS]
+    # Without the two conftest.py, which need what only the lab's own tests need.
+    pytest = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "--durations=3"]
+    return subprocess.run([*pytest, *tests], check=False, cwd=ROOT).returncode
 
 
 def main() -> int:
@@ -217,13 +269,16 @@ def main() -> int:
     if args.requirements:
         print(*requirements(), sep="\n")
     if args.install:
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *requirements()], check=False)
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", *needed()], check=False)
         if done.returncode:
             return done.returncode
     if args.run:
         if problems := unmet():
             parser.error(f"this environment is not the guide's, --install makes it so: {', '.join(problems)}")
-        return run(args.out)
+        started = time.perf_counter()
+        checked = check()
+        print(f"{time.perf_counter() - started:7.1f} s  {', '.join(CHECKS)}")
+        return run(args.out) or checked
     return 0
 
 

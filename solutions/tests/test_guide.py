@@ -78,6 +78,7 @@ def test_the_install_line_pins_what_the_version_block_compares(runner, blocks):
     assert {"torch", "trl", "transformers"} <= set(pinned)
     unpinned = {requirement for requirement in runner.requirements() if "==" not in requirement}
     assert {"jupytext", "nbclient", "ipykernel"} <= unpinned, "what the runner itself needs"
+    assert runner.needed() == [*runner.requirements(), "pytest"]
 
 
 def test_the_pinned_torch_is_within_the_labs_bounds(runner):
@@ -119,9 +120,9 @@ def test_every_lab_name_in_the_table_of_pieces_exists(text):
     assert options <= set(names), "an option of GRPOConfig is missing from the table"
 
 
-def test_the_defaults_given_for_the_lab_are_the_labs(blocks):
+def test_the_defaults_given_for_the_lab_are_the_labs(text):
     grpo = load(ROOT / "solutions" / "grpo.py", "grpo_of_the_guide_test")
-    config, defaults = grpo.GRPOConfig(), assigned(blocks, "DEFAULTS")
+    config, labs = grpo.GRPOConfig(), {row[0].strip("`"): row[2] for row in table_after(text, "`GRPOConfig`")}
     for trl_name, name in {
         "beta": "beta",
         "epsilon": "clip",
@@ -130,11 +131,61 @@ def test_the_defaults_given_for_the_lab_are_the_labs(blocks):
         "temperature": "temperature",
         "learning_rate": "lr",
     }.items():
-        assert defaults[trl_name][1] == getattr(config, name), trl_name
+        assert ast.literal_eval(labs[trl_name].strip("`")) == getattr(config, name), trl_name
 
 
-def test_the_runner_finds_the_model_that_it_replaces(runner, text):
-    assert text.count(f'MODEL = "{runner.GPU_MODEL}"') == 1
+def test_part_7_stands_alone(text, tmp_path):
+    """Its blocks, and part 8's, use no name that they do not define: a Colab student may start there."""
+    part = text.partition("# 7. A real 0.5B model on a GPU")[2]
+    sources = re.findall(r"^```python\n(?!%%)(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
+    alone = tmp_path / "alone.py"
+    alone.write_text("\n".join(sources), encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F401,F811", str(alone)]
+    done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+# What the table of memory is computed from: the sizes in the models' config.json on the Hub.
+QWEN = {
+    "0.5B": {"vocab": 151936, "hidden": 896, "layers": 24, "mlp": 4864, "heads": 14, "kv_heads": 2, "tied": True},
+    "1.5B": {"vocab": 151936, "hidden": 1536, "layers": 28, "mlp": 8960, "heads": 12, "kv_heads": 2, "tied": True},
+    "7B": {"vocab": 152064, "hidden": 3584, "layers": 28, "mlp": 18944, "heads": 28, "kv_heads": 4, "tied": False},
+}
+
+
+def counts(vocab, hidden, layers, mlp, heads, kv_heads, tied, rank=16) -> tuple[int, int]:
+    """(parameters of a Qwen2, parameters of LoRA on all its linear layers but the head)."""
+    kv = hidden // heads * kv_heads
+    linear = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]  # q, k, v, o
+    linear += [(hidden, mlp), (hidden, mlp), (mlp, hidden)]  # gate, up, down
+    biases, norms = hidden + 2 * kv, 2 * hidden
+    layer = sum(a * b for a, b in linear) + biases + norms
+    embeddings = vocab * hidden * (1 if tied else 2)
+    return embeddings + layers * layer + hidden, layers * rank * sum(a + b for a, b in linear)
+
+
+def test_the_table_of_memory(text):
+    rows = {row[0]: row[1:] for row in table_after(text, "model")}
+    assert len(rows) == 2 * len(QWEN)
+    for name, sizes in QWEN.items():
+        n, m = counts(**sizes)
+        logits = 8 * 256 * sizes["vocab"] * 4
+        full = [4 * n, 4 * n, 8 * n, 16 * n, 4 * n, logits]
+        lora = [2 * n + 4 * m, 4 * m, 8 * m, 2 * n + 16 * m, 0, logits]
+        for kind, adapter, sums in (("full", "0", full), ("LoRA", f"{m / 1e6:.1f}", lora)):
+            expected = [f"{n / 1e9:.2f}", adapter, *(f"{size / 2**30:.1f}" if size else "0" for size in sums)]
+            assert rows[f"{name}, {kind}"] == expected
+
+
+def test_what_the_text_of_part_7_says_of_memory(text):
+    n, _ = counts(**QWEN["0.5B"])
+    assert f"{n / 1e9:.2f} billion parameters take {16 * n / 2**30:.1f} GiB" in text
+    assert f"a reference would take another {4 * n / 2**30:.1f} GiB" in text
+
+
+def test_the_runner_finds_what_it_replaces(runner, text):
+    for old in runner.SUBSTITUTIONS:
+        assert text.count(old) == 1, old
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ pytest.importorskip("trl", reason="what the guide installs is not here: solution
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import peft
 import torch
 import transformers
 import trl
@@ -32,9 +33,10 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer import utils
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "solutions"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "solutions" / "tests"), str(ROOT / "solutions"), str(ROOT)]
 
 import guide
+import test_guide
 
 import grpo
 import tinylm
@@ -641,6 +643,13 @@ def test_the_command_that_replaces_trl_vllm_serve(monkeypatch):
     assert ours.replace("\\ ", "") in theirs
 
 
+def test_the_vllm_settings_that_the_script_sets():
+    settings = {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 1024}
+    config = trl.GRPOConfig("x", **QUIET, use_vllm=True, **settings)
+    assert config.vllm_importance_sampling_correction
+    assert next(f.default for f in dataclasses.fields(config) if f.name == "vllm_mode") == "colocate"
+
+
 def test_the_configurations_that_ship_with_trl():
     for name in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2"):
         assert resources.files(trl).joinpath("accelerate_configs", f"{name}.yaml").is_file()
@@ -656,3 +665,30 @@ def test_what_shrinks_the_answers_sampled_at_once():
     assert sizes(per_device_train_batch_size=8, gradient_accumulation_steps=8) == (64, 64, 0)
     assert sizes(per_device_train_batch_size=4, gradient_accumulation_steps=16) == (64, 64, 0)
     assert sizes(per_device_train_batch_size=8, gradient_accumulation_steps=8, generation_batch_size=32) == (64, 32, 0)
+
+
+@pytest.fixture
+def parameters() -> dict[str, tuple[int, int]]:
+    """{size: (parameters, parameters of LoRA)}, of models that take no memory."""
+    found = {}
+    for name, sizes in test_guide.QWEN.items():
+        config = transformers.Qwen2Config(
+            vocab_size=sizes["vocab"],
+            hidden_size=sizes["hidden"],
+            intermediate_size=sizes["mlp"],
+            num_hidden_layers=sizes["layers"],
+            num_attention_heads=sizes["heads"],
+            num_key_value_heads=sizes["kv_heads"],
+            tie_word_embeddings=sizes["tied"],
+        )
+        lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        with torch.device("meta"):
+            model = transformers.Qwen2ForCausalLM(config)
+            n = sum(weight.numel() for weight in model.parameters())
+            adapted = peft.get_peft_model(model, lora)
+        found[name] = n, sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    return found
+
+
+def test_the_parameters_that_the_table_of_memory_counts(parameters):
+    assert parameters == {name: test_guide.counts(**sizes) for name, sizes in test_guide.QWEN.items()}
