@@ -1,6 +1,6 @@
 """Build what is handed out: lab15.zip for the students, or with --gradescope autograder.zip for Gradescope.
 
-    python solutions/release.py                     lab15.zip, the students' files
+    python solutions/release.py                     lab15.zip, the students' files and the TRL guide as a notebook
     python solutions/release.py --with-solutions    lab15.zip with solutions/ in it
     python solutions/release.py --gradescope        autograder.zip, to upload as the autograder of an assignment
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 from grading.exam import task_bodies
+from guide import GUIDE, notebook
 from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 
 from lab.files import whole_file
@@ -107,6 +108,19 @@ def files_of(names: list[str]) -> dict[str, bytes]:
     return {name: (LAB / name).read_bytes().replace(b"\r\n", b"\n") for name in names}
 
 
+def notebook_bytes() -> bytes:
+    """The TRL guide as a notebook, so that no student needs jupytext. Raises Unfit where jupytext is not installed."""
+    try:
+        import nbformat  # noqa: PLC0415  of jupytext's
+
+        cells = notebook()
+    except ModuleNotFoundError as error:
+        raise Unfit(f"{error.name} is not installed: pip install -r solutions/requirements.txt") from error
+    for number, cell in enumerate(cells.cells):
+        cell.id = f"block-{number}"  # a random one otherwise, and another archive each time
+    return nbformat.writes(cells).encode()
+
+
 def write_zip(path: Path, files: dict[str, bytes]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.comment = OURS
@@ -187,6 +201,7 @@ def release(out: Path, gradescope: bool, with_solutions: bool) -> str:
         files |= {"setup.sh": SETUP.encode(), "run_autograder": RUN.encode()}
     else:
         files, inside = files_of(STUDENT + (solutions_files() if with_solutions else [])), "lab15"
+        files[GUIDE.with_suffix(".ipynb").name] = notebook_bytes()
         files = {f"{inside}/{name}": content for name, content in files.items()}
 
     replaced = out.exists()

@@ -145,6 +145,19 @@ def test_part_7_stands_alone(text, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_the_tasks_that_each_part_needs(text):
+    """The table at the top says which of the five functions a part uses: those that its blocks call."""
+    used = {"sample_group": {1}, "group_advantages": {2}, "grpo_loss": {3, 4}, "train_grpo": {1, 2, 3, 4, 5}}
+    said = {"": set(), "all five tasks": {1, 2, 3, 4, 5}, "tasks 2 to 4": {2, 3, 4}, "task 1": {1}}
+    rows = table_after(text.replace("| |", "| - |"), "part")
+    assert len(rows) == 8
+    for title, _, tasks, *_ in rows:
+        part = re.split(r"^# \d\. ", text.partition(f"\n# {title}")[2], flags=re.MULTILINE)[0]
+        blocks = "\n".join(re.findall(r"^```python[^\n]*\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL))
+        names = set(re.findall(r"\bgrpo\.(\w+)", blocks)) - {"GRPOConfig", "py"}
+        assert set().union(*(used[name] for name in names)) == said[tasks.strip("-")], title
+
+
 # What the table of memory is computed from: the sizes in the models' config.json on the Hub.
 QWEN = {
     "0.5B": {"vocab": 151936, "hidden": 896, "layers": 24, "mlp": 4864, "heads": 14, "kv_heads": 2, "tied": True},

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import nbformat
 import pytest
 from helpers import HAS_BUBBLEWRAP
 from manifest import AUTOGRADER, STUDENT, copy_lab
@@ -41,6 +43,7 @@ def test_task3_values(examiner):
     got, _ = examiner.k3(torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1))
     examiner.compare(3, "k3", got, torch.tensor([[0.71828]]))
 """
+NOTEBOOK = "colab_grpo_trl.ipynb"
 NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
@@ -49,7 +52,7 @@ def lab(tmp_path_factory):
     """A copy of the lab with two quick tests."""
     tinylm.load_or_train_sft()
     folder = tmp_path_factory.mktemp("release") / "lab"
-    copy_lab([*STUDENT, *AUTOGRADER, "solutions/release.py", "tinylm_sft.pt"], folder)
+    copy_lab([*STUDENT, *AUTOGRADER, "solutions/release.py", "solutions/guide.py", "tinylm_sft.pt"], folder)
     (folder / "solutions" / "tests").mkdir()
     (folder / "solutions" / "tests" / "test_x.py").touch()
     (folder / "solutions" / "x.pyc").touch()
@@ -66,6 +69,16 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def check_notebook(content: bytes) -> None:
+    """It opens as a notebook, and its code cells are the guide's blocks, in order, with the magic commands."""
+    cells = nbformat.reads(content.decode(), as_version=4)
+    nbformat.validate(cells)
+    text = (LAB / NOTEBOOK).with_suffix(".md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python[^\n]*\n(.*?)\n?^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert [cell.source for cell in cells.cells if cell.cell_type == "code"] == blocks
+    assert cells.metadata.kernelspec.language == "python"
+
+
 def test_students_archive(lab):
     out = lab.parent / "lab15.zip"
     done = run_release(lab)
@@ -73,7 +86,8 @@ def test_students_archive(lab):
     first = digest(out)
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-        assert archive.namelist() == [f"lab15/{name}" for name in sorted(STUDENT)]
+        assert archive.namelist() == [f"lab15/{name}" for name in sorted([*STUDENT, NOTEBOOK])]
+        check_notebook(archive.read(f"lab15/{NOTEBOOK}"))
         assert archive.read("lab15/grpo.py") == (LAB / "grpo.py").read_bytes()
 
     for path in lab.rglob("*.py"):
@@ -85,7 +99,7 @@ def test_students_archive(lab):
     done = run_release(lab, "--with-solutions")
     assert done.returncode == 0 and "the solutions among them" in done.stdout
     with zipfile.ZipFile(out) as archive:
-        extra = set(archive.namelist()) - {f"lab15/{name}" for name in STUDENT}
+        extra = set(archive.namelist()) - {f"lab15/{name}" for name in [*STUDENT, NOTEBOOK]}
     assert {"lab15/solutions/grpo.py", "lab15/solutions/tests/test_x.py"} < extra
     assert not any(name.endswith((".pyc", ".pt")) for name in extra)
 
@@ -111,6 +125,16 @@ def test_nothing_is_written_if_something_is_wrong(lab, tmp_path, name, old, new,
     done = run_release(copy)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]
+
+
+def test_without_jupytext_it_says_what_to_install(lab, tmp_path):
+    (tmp_path / "jupytext.py").write_text("raise ModuleNotFoundError(name='jupytext')", encoding="utf-8")
+    command = [sys.executable, str(lab / "solutions" / "release.py")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    pipes = {"capture_output": True, "encoding": "utf-8"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=300, check=False, **pipes)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "solutions/requirements.txt" in done.stderr
+    assert not (tmp_path / "lab15.zip").exists()
 
 
 @pytest.mark.parametrize("foreign", ["text", "zip"])

@@ -169,6 +169,10 @@ OTHER_NAMES = [
     "completion_mask",
     "per_token_logps.detach",
     "frac_reward_zero_std",
+    "TrainOutput",
+    "training_loss",
+    "return_outputs",
+    "trainer.state.log_history",
 ]
 
 
@@ -459,6 +463,20 @@ def test_what_a_reward_function_gets(grpo_trainer):
     torch.testing.assert_close(batch["advantages"][1:4], two_of_three)
 
 
+def test_what_is_returned(grpo_trainer):
+    said("`return_outputs=True` is refused", "a `TrainOutput` of `global_step`, `training_loss`, `metrics`")
+    trainer = grpo_trainer(num_iterations=2, beta=0.04, logging_steps=1)
+    batch = trainer._generate_and_score_completions(asked("37+48=", "10+15="))
+    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
+    assert names | {"old_per_token_logps", "ref_per_token_logps", "num_items_in_batch"} == set(batch)
+    diagram = TEXT.partition("# 2. Where each piece lives")[2].partition("```\n")[0]
+    assert all(name in diagram for name in names | {"old_per_token_logps", "ref_per_token_logps"})
+    with pytest.raises(ValueError, match="does not support returning outputs"):
+        trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert trainer.train()._fields == ("global_step", "training_loss", "metrics")
+    assert "reward" in trainer.state.log_history[0]
+
+
 def test_a_model_as_a_reward_function(grpo_trainer, tokenizer):
     said("`AutoModelForSequenceClassification` with `num_labels=1`")
     size = {"vocab_size": len(tinylm.VOCAB), "n_positions": 10, "n_embd": 16, "n_layer": 1, "n_head": 1}
@@ -563,6 +581,17 @@ def test_who_uses_selective_log_softmax():
 
 
 # The other trainers -------------------------------------------------------------------------------------------------
+
+
+def test_the_data_set_that_a_reward_model_is_trained_on(tokenizer, tmp_path):
+    assert ["`RewardTrainer`", "preference", "`chosen`, `rejected`, perhaps `prompt`"] in rows_of("trainer")
+    size = {"vocab_size": len(tinylm.VOCAB), "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 1}
+    judge = GPT2ForSequenceClassification(GPT2Config(**size, num_labels=1, pad_token_id=tinylm.PAD))
+    for row in (PAIR, {"chosen": "37+48=85$", "rejected": "37+48=95$"}):
+        config = trl.RewardConfig(tmp_path, **QUIET)
+        trainer = trl.RewardTrainer(judge, config, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
+        trainer.remove_callback(PrinterCallback)
+        assert trainer.train().global_step == 1
 
 
 def dpo_loss(policy, tokenizer, tmp_path, **changes) -> float:
