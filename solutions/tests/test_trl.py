@@ -489,8 +489,8 @@ def test_a_model_as_a_reward_function(grpo_trainer, tokenizer):
 # The value of the loss, by TRL's own code on log-probs that are given ------------------------------------------------
 
 
-def loss_at_ratio_one(loss_type: str, lengths: list[int]) -> float:
-    """What `_compute_loss` returns on a group of four with advantages 1, -1, 1, -1, all ratios 1 and beta 0."""
+def loss_at_ratio_one(loss_type: str, lengths: list[int], advantages: tuple[float, ...] = (1, -1, 1, -1)) -> float:
+    """What `_compute_loss` returns on a group of four with these advantages, all ratios 1 and beta 0."""
     mask = (torch.arange(4) < torch.tensor(lengths).unsqueeze(1)).long()
     logps = -torch.arange(1.0, 17).view(4, 4) / 8
     fake = SimpleNamespace(
@@ -515,7 +515,7 @@ def loss_at_ratio_one(loss_type: str, lengths: list[int]) -> float:
     )
     ids = torch.zeros_like(mask)
     inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask}
-    inputs |= {"advantages": torch.tensor([1.0, -1, 1, -1]), "num_items_in_batch": mask.sum()}
+    inputs |= {"advantages": torch.tensor(advantages, dtype=torch.float32), "num_items_in_batch": mask.sum()}
     return trl.GRPOTrainer._compute_loss(fake, None, inputs).item()
 
 
@@ -535,6 +535,19 @@ def test_where_the_loss_starts(loss_types, equal, unequal):
     for name in loss_types:
         assert (abs(loss_at_ratio_one(name, [3, 3, 3, 3])) < 1e-6) == equal, name
         assert (abs(loss_at_ratio_one(name, [1, 2, 3, 4])) < 1e-6) == unequal, name
+
+
+def test_what_the_sum_over_tokens_is_divided_by():
+    """With all ratios 1 a token's loss is -A: only the averaging is left, as the table of loss types has it."""
+    lengths, advantages = [1, 2, 3, 4], (2.0, -1.0, 0.5, 3.0)
+    sums = [-length * advantage for length, advantage in zip(lengths, advantages, strict=True)]
+    expected = {"grpo": -sum(advantages) / 4, "bnpo": sum(sums) / 10, "dapo": sum(sums) / 10}
+    expected |= {"dr_grpo": sum(sums) / (4 * 4), "luspo": sum(sums) / 4}
+    divided_by = {row[0].strip('`"'): row[1] for row in rows_of("`loss_type`")}
+    assert divided_by["dr_grpo"] == "answers * `max_completion_length`"
+    assert divided_by["luspo"] == "the number of answers alone" and "local" in divided_by["bnpo"]
+    for name, value in expected.items():
+        assert loss_at_ratio_one(name, lengths, advantages) == pytest.approx(value), name
 
 
 def test_every_loss_type_is_in_the_table():
