@@ -627,6 +627,54 @@ def test_label_smoothing_is_read_by_robust_alone_of_these(policy, tokenizer, tmp
         assert (losses[0] != losses[1]) == reads, name
 
 
+def test_an_end_is_appended_to_an_answer_that_was_cut_off(policy, tokenizer, tmp_path):
+    said("TRL appends an end-of-sequence where an answer has none")
+    data = Dataset.from_list([{"prompt": "37+48=", "chosen": "85", "rejected": "95$"}])
+    config = trl.DPOConfig(tmp_path, **QUIET)
+    trainer = trl.DPOTrainer(policy(), args=config, train_dataset=data, processing_class=tokenizer)
+    row = trainer.train_dataset[0]
+    assert [tokenizer.decode(row[f"{name}_ids"]) for name in ("chosen", "rejected")] == ["85$", "95$"]
+
+
+def test_a_missing_padding_token_becomes_the_end_silently(convert, policy, tmp_path):
+    said("A tokenizer without a padding token is given the end-of-sequence as one by TRL, silently")
+    bare = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=convert["character_tokenizer"]().backend_tokenizer, eos_token="$"
+    )
+    assert bare.pad_token is None
+    data = Dataset.from_dict({"prompt": ["37+48="] * 8})
+    config = trl.GRPOConfig(tmp_path, **QUIET)
+    trl.GRPOTrainer(policy(), lambda **kwargs: [], config, data, processing_class=bare)
+    assert bare.pad_token == "$"
+
+
+def test_strings_skip_the_chat_template_and_messages_do_not(grpo_trainer):
+    said("A string goes to the model as it is; only a list of messages")
+    trainer = grpo_trainer()
+    trainer.processing_class.chat_template = "{% for m in messages %}1+1={{ m['content'] }}{% endfor %}"
+    try:
+        as_string, *_ = trainer._tokenize_prompts(["37+48="])
+        as_messages, *_ = trainer._tokenize_prompts([[{"role": "user", "content": "37+48="}]])
+    finally:
+        trainer.processing_class.chat_template = None
+    assert trainer.processing_class.batch_decode([as_string[0], as_messages[0]]) == ["37+48=", "1+1=37+48="]
+
+
+def test_rloos_baseline_is_the_mean_of_the_others(policy, tokenizer, tmp_path):
+    said("an answer's baseline is the mean reward of the OTHER answers of its group, there is no division by the std")
+
+    def reward(completions, **kwargs):
+        return [1.0, 0.0, 0.0, 0.5]
+
+    groups = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+    config = trl.RLOOConfig(tmp_path, **QUIET, **groups, beta=0.0)
+    data = Dataset.from_dict({"prompt": ["37+48="]})
+    trainer = trl.RLOOTrainer(policy(), reward, config, data, processing_class=tokenizer)
+    batch = trainer._generate_and_score_completions(asked("37+48="))
+    expected = torch.tensor([1 - 0.5 / 3, -1.5 / 3, -1.5 / 3, 0.5 - 1 / 3])
+    torch.testing.assert_close(batch["advantages"], expected)
+
+
 def kto_trainer(policy, tokenizer, tmp_path, batch):
     right, wrong = ({"prompt": "37+48=", "completion": text, "label": text == "85$"} for text in ("85$", "95$"))
     config = trl.KTOConfig(tmp_path, **QUIET, per_device_train_batch_size=batch)
