@@ -101,11 +101,12 @@ def written_tasks(handout: str) -> list[int]:
 
 
 def files_of(names: list[str]) -> dict[str, bytes]:
-    """The content of the lab's files, with the line ends of Unix. Raises Unfit if one is missing."""
+    """The content of the lab's files, of texts with the line ends of Unix. Raises Unfit if one is missing."""
     missing = [name for name in names if not (LAB / name).is_file()]
     if missing:
         raise Unfit(f"missing in the lab: {', '.join(missing)}")
-    return {name: (LAB / name).read_bytes().replace(b"\r\n", b"\n") for name in names}
+    contents = {name: (LAB / name).read_bytes() for name in names}
+    return {n: data if n.endswith(".png") else data.replace(b"\r\n", b"\n") for n, data in contents.items()}
 
 
 def notebook_bytes() -> bytes:
@@ -155,7 +156,7 @@ def run_command(line: str, folder: Path) -> subprocess.CompletedProcess:
 def check_passes(done: subprocess.CompletedProcess, what: str) -> None:
     """Raise Unfit unless the command ended well."""
     if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        lines = list(dict.fromkeys(line for line in done.stdout.splitlines() if line.startswith("Task ")))
         why = lines or done.stdout.splitlines()[-1:] or done.stderr.splitlines()[-1:]
         raise Unfit(f"in the unpacked archive {what}: {'; '.join(why[:3])}")
 
