@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from grading import confinement
 from grading.book import Book, Grade, columns, finished_rows, readable, row_of, table
 from grading.exam import Exam, Test, submission_digest, task_bodies, unwritten
 from grading.submissions import Refused, choose, read_submission
@@ -529,6 +530,73 @@ def test_slow_table(graded):
 def test_slow_nothing_is_left_running(graded):
     found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in found if b"sleep\0001000" in line]
+
+
+# Where the students' code runs ---------------------------------------------------------------------------------------
+
+DOCKER = """#!{python}
+import os, sys
+words = sys.argv[1:]
+assert words[:2] == ["run", "--rm"] and "none" == words[words.index("--network") + 1] and "--read-only" in words
+kit = words[words.index("--volume") + 1].split(":")[0]
+command = [word.replace("/kit", kit) for word in words[words.index("the-image") + 1 :]]
+os.execv(sys.executable, [sys.executable, *command[1:]])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="docker is a script here")
+def test_slow_a_container_for_each_process(tmp_path):
+    """With a docker that only starts the command: what is said to it, and that its process is asked and ended."""
+    lab, submissions, out = small_lab(tmp_path / "lab"), tmp_path / "submissions", tmp_path / "grades.csv"
+    (tmp_path / "bin").mkdir()
+    docker = tmp_path / "bin" / "docker"
+    docker.write_text(DOCKER.replace("{python}", sys.executable), encoding="utf-8")
+    docker.chmod(0o755)
+    submissions.mkdir()
+    (submissions / "good.py").write_text(REFERENCE, encoding="utf-8")
+    (submissions / "leaves.py").write_text(each(task3="import os\nos._exit(3)"), encoding="utf-8")
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    line = command(lab, submissions, "--out", out, "--container", "the-image")
+    done = subprocess.run(line, env=environment, capture_output=True, encoding="utf-8", timeout=600, check=False)
+    assert done.returncode == 0 and "container of the-image" in done.stderr, done.stderr
+    assert {name: row["total"] for name, row in rows_of(out).items()} == {"good": "100", "leaves": "80"}
+    assert "ended the process (exit status 3) in test_task3_positive" in rows_of(out)["leaves"]["status"]
+
+
+@pytest.mark.parametrize(
+    ("bubblewrap", "root", "others_can_read", "name"),
+    [
+        (True, True, False, "bubblewrap"),
+        (True, False, True, "bubblewrap"),
+        (False, True, True, "user"),
+        (False, True, False, None),
+        (False, False, False, "none"),
+    ],
+)
+def test_what_confines_is_the_best_there_is(monkeypatch, tmp_path, bubblewrap, root, others_can_read, name):
+    def works(line: list[str]) -> bool:
+        return bubblewrap if line[0] == "bwrap" else others_can_read
+
+    monkeypatch.setattr(confinement, "works", works)
+    monkeypatch.setattr(confinement, "is_root", lambda: root)
+    monkeypatch.setattr(confinement.shutil, "which", lambda _: "/usr/bin/bwrap")
+    if name is None:
+        with pytest.raises(confinement.Unsafe, match="--unconfined"):
+            confinement.find_confinement(tmp_path)
+    else:
+        assert confinement.find_confinement(tmp_path).name == name
+    assert confinement.find_confinement(tmp_path, unconfined=True).name == "none"
+    assert confinement.find_confinement(tmp_path, image="x").name == "container"
+
+
+def test_the_kit_holds_no_test_and_no_solution():
+    with confinement.kit() as folder:
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert {"tinylm.py", "tinylm_sft.pt", "worker.py", "wire.py", "lab/door/__init__.py"} <= names
+        assert not any("grpo" in name or "diagnose" in name or "examine" in name or "test" in name for name in names)
+        texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+        assert not any("diagnose" in text or "expected" in text for text in texts)
+    assert not folder.exists()
 
 
 # Going on where it was stopped ---------------------------------------------------------------------------------------

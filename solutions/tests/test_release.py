@@ -110,7 +110,12 @@ def test_students_archive(lab):
     [
         ("grpo.py", "G: int = 8", "G: int = 9", "differ outside of the five bodies: grpo.py, line"),
         ("grpo.py", "raise NotImplementedError", "return NotImplementedError", "task 1 is not left unwritten"),
-        ("solutions/grpo.py", "log_u.exp() - log_u - 1", "log_u", "the reference does not pass: Task 3 (k3_kl): this is log(u)"),
+        (
+            "solutions/grpo.py",
+            "log_u.exp() - log_u - 1",
+            "log_u",
+            "the reference does not pass: Task 3 (k3_kl)",
+        ),
         ("README.md", None, None, "missing in the lab: README.md"),
     ],
 )
