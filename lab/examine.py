@@ -133,7 +133,10 @@ class Examiner:
             own = f"Task {task} ({NAMES[task]}) "
             if problem.startswith(own):
                 pytest.fail(problem, pytrace=self.with_traceback)
-            self.fail(task, f"it needs another task first. {problem}" if problem.startswith("Task ") else problem)
+            if problem.startswith("Task "):
+                self.fail(task, f"it needs another task first. {problem}")
+            known = self.diagnosis(task)  # by inputs on which it raises nothing
+            self.fail(task, f"{known}\n  {problem}" if known and known not in problem else problem)
         return answer
 
     def tensor(self, task: int, what: str, got, shape: tuple, floating: bool = True) -> Tensor:

@@ -1,5 +1,6 @@
 """Task 4: the loss, part by part, with the choices that known mistakes make in each."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -206,6 +207,13 @@ def right_of(batch: Batch) -> tuple[Tensor, Tensor]:
     return loss_with(("",) * len(PARTS), batch)
 
 
+SWAPS = (("clip", "beta"), ("old_logp", "ref_logp"))
+
+
+def swapped(batch: Batch, a: str, b: str) -> Batch:
+    return dataclasses.replace(batch, **{a: getattr(batch, b), b: getattr(batch, a)})
+
+
 def probes() -> list[Batch]:
     """Batches that tell the mistakes from one another: lengths equal and not, N = Tr, a row without signal, a clip that
     never binds, no penalty and a large one.
@@ -213,11 +221,13 @@ def probes() -> list[Batch]:
     draw = partial(uniform, torch.Generator().manual_seed(1))
     square = fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5)
     square.advantages[1] = 0
+    free = fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0)
+    free.old_logp[:, ::2] = free.logp[:, ::2] - draw(1, 1.5, 3, 2)  # ratios from 2.7 to 4.5, which other clips stop
     return [
         fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.3, beta=0.1),
         fresh_batch(draw, [5, 5, 5, 5, 5, 5], Tr=5, beta=0.0),
         square,
-        fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0),
+        free,
     ]
 
 
@@ -231,8 +241,9 @@ def diagnose(call: Callable[[Batch], tuple[Tensor, Tensor] | None]) -> str:
         return ""
     if not any(value.any() for probe in seen for value in probe.got):
         return "the loss and its gradient are 0: is the mask the wrong way round, or all set to zero?"
+    swaps = ((f"{a} and {b} are swapped", lambda batch, a=a, b=b: right_of(swapped(batch, a, b))) for a, b in SWAPS)
     mistakes = ((joined(names), lambda batch, names=names: loss_with(names, batch)) for names in few_deviations(*PARTS))
-    if name := named(mistakes, seen):
+    if name := named(swaps, seen) or named(mistakes, seen):
         return name
     if not any(probe.got[1].any() for probe in seen):
         return "the gradient of the loss is zero: logp must reach the loss undetached"

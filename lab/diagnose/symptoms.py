@@ -57,8 +57,12 @@ def of_rewards(got: Tensor, expected: Tensor) -> str:
     """What wrong rewards do."""
     if others := sorted(set(got.tolist()) - {0, 1}):
         return f"samples.rewards holds {', '.join(f'{value:.4g}' for value in others[:3])}: a reward is 1 or 0"
-    right, wrong = (expected > got).sum(), (expected < got).sum()
-    return f"samples.rewards gives {right} right answers 0 and {wrong} wrong answers 1"
+    seen = [
+        f"{places.sum()} {kind} answers {reward}"
+        for kind, reward, places in (("right", 0, expected > got), ("wrong", 1, expected < got))
+        if places.any()
+    ]
+    return f"samples.rewards gives {' and '.join(seen)}"
 
 
 def of_mask(got: Tensor, own: Tensor) -> str:
@@ -176,6 +180,8 @@ def seen_in_k3(call, logp: Tensor, ref_logp: Tensor) -> Iterator[str]:
     if amount := how_much(base, expected, {"1 / ln 2: bits for nats": 1 / math.log(2), "ln 2": math.log(2)}):
         yield f"k3 is {amount} what it should be"
     wrong = ~torch.isclose(base, expected, 1e-4, 1e-4)
+    if wrong.sum() > 1 and close(base[wrong], base[wrong].max().expand(int(wrong.sum()))) and base[~wrong].numel():
+        yield f"k3 is {base[wrong].max():.4g} wherever it should be more: nothing may cut it off"
     if place := where(wrong, {"u > 1": log_u > 0, "u < 1": log_u < 0}):
         yield f"k3 is wrong exactly where {place}"
     right = ~wrong & (log_u.abs() > 0.1)  # near 0 many functions agree, which says nothing
@@ -255,8 +261,21 @@ def seen_in_loss(call, right_of, batch: Batch) -> Iterator[str]:
     if place := where(wrong, features_of(batch)):
         should = CLIPPED.get(place, "elsewhere it is right")
         yield f"the gradient of the loss is wrong exactly at tokens with {place}: {should}"
+    yield large_ratios(wrong, batch)
     if not (close(base[0], right[0]) and close(base[1], right[1])):
         yield right_without(call, right_of, batch)
+
+
+def large_ratios(wrong: Tensor, batch: Batch) -> str:
+    """Whether the wrong places are those of one sign of A whose ratio is large."""
+    ratio, own = (batch.logp - batch.old_logp).exp(), batch.mask.bool()
+    A = batch.advantages[:, None].expand_as(ratio)
+    for name, side in (("A > 0", own & (A > 0)), ("A < 0", own & (A < 0))):
+        inside, outside = ratio[side & wrong], ratio[side & ~wrong]
+        if len(inside) and len(outside) and not wrong[~side].any() and inside.min() > outside.max():
+            least = f"a ratio of {inside.min():.3g} or more, not of {outside.max():.3g}"
+            return f"the gradient of the loss is wrong exactly at tokens with {name} and {least}"
+    return ""
 
 
 def right_without(call, right_of, batch: Batch) -> str:

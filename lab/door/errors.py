@@ -51,6 +51,7 @@ def refused(frame: FrameType) -> tuple[str, str]:
     function = inspect.unwrap(getattr(tinylm, name, describe))
     values = {key: frame.f_locals.get(key) for key in inspect.signature(function).parameters}
     wanted = {key: kind for key, kind in function.__annotations__.items() if kind in (TinyLM, Tensor, str)}
+    wanted.pop("return", None)
     wrong = [f"{key} is to be a {kind.__name__}" for key, kind in wanted.items() if not fits(values.get(key), kind)]
     got = ", ".join(f"{key} {brief(value)}" for key, value in values.items() if key in wanted)
     return f"tinylm.{name} cannot work with its arguments{': ' if wrong else ''}{', '.join(wrong)}", got

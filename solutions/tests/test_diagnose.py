@@ -347,7 +347,10 @@ K3 = {
     "wrong exactly where u < 1": lambda logp, ref: torch.where(
         ref > logp, k3_right(logp, ref), 2 * k3_right(logp, ref)
     ),
-    "|log(u)| is large": lambda logp, ref: k3_right(logp, ref).clamp(max=0.5),
+    "k3 is 0.5 wherever it should be more": lambda logp, ref: k3_right(logp, ref).clamp(max=0.5),
+    "|log(u)| is large": lambda logp, ref: torch.where(
+        (ref - logp).abs() > 1, 2 * k3_right(logp, ref), k3_right(logp, ref)
+    ),
     "k3 is too small where u > 1 and too large where u < 1": lambda logp, ref: (ref - logp) ** 2 / 2,
 }
 

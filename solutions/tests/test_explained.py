@@ -4,9 +4,10 @@ import copy
 import itertools
 from dataclasses import replace
 
-import audit
 import pytest
 import torch
+from auditing.catalogue import VARIATIONS
+from auditing.entries import REFERENCE, changed_source
 from helpers import LAB, assert_one_line, finish, names, start
 from matplotlib.patches import Rectangle
 
@@ -141,13 +142,13 @@ def test_a_wrong_function_draws_its_own_wrong_picture(mistake, sft, reference, m
         assert (tmp_path / "right.png").read_bytes() != (tmp_path / "wrong.png").read_bytes()
 
 
-SAME_DRAWS = [entry for entry in audit.VARIATIONS if "sampl" not in entry.name]  # the others draw other answers
+SAME_DRAWS = [entry for entry in VARIATIONS if "sampl" not in entry.name]  # the others draw other answers
 
 
 @pytest.mark.parametrize("entry", SAME_DRAWS[::9], ids=lambda entry: entry.name)
 def test_a_right_function_in_another_style_draws_the_same_picture(entry, sft, step, tmp_path):
     path = tmp_path / "grpo.py"
-    path.write_text(audit.changed_source(entry, audit.REFERENCE.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(changed_source(entry, REFERENCE.read_text(encoding="utf-8")), encoding="utf-8")
     other = load_module(path, "other_grpo")
     found = explain.explain_step(other, sft, PROMPT, other.GRPOConfig())
     assert found.tokens == step.tokens and found.answers == step.answers

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tinylm
-from lab.inputs import OddAnswers
+from lab.door.models import OddAnswers
 from lab.start import load_module
 from lab.verifiers import lenient, verifying
 
