@@ -134,6 +134,7 @@ def test_help_is_quick_and_names_every_flag(folder):
         (["--out", "full"], "is not empty"),
         (["--out", "qwen_task.py"], "is a file"),
         (["--vllm", "colocate"], "vllm is not installed"),
+        (["--log", "trackio"], "trackio is not installed"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(folder, flags, told):
