@@ -1,24 +1,21 @@
 """What pytest needs to grade `grpo.py`: which file is graded, what stands in for earlier tasks, the table of points."""
 
 import functools
-import inspect
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which -P and --import-mode=importlib leave out
 
 import pytest
-import torch
 
 import tinylm
-from lab.door import NAMES, answer
+from lab.door import BUILDS_ON, NAMES, answer
 from lab.door.loading import load_student
-from lab.examine import Examiner, Memory
-from lab.inputs import SEED, uniform
+from lab.examine import Examiner, Memory, run
+from lab.inputs import SEED, fresh_draw
 from lab.start import REFERENCE, find_grpo, load_module, wants_reference
 
 BY_DEFAULT = wants_reference()  # RL_SOLUTIONS=1
-BUILDS_ON = {4: (3,), 5: (1, 2, 3, 4)}  # task -> the earlier tasks that its function calls
 
 
 def pytest_addoption(parser):
@@ -72,11 +69,8 @@ def examiner(grpo, reference, sft, memory, monkeypatch, request):
             monkeypatch.setattr(grpo, NAMES[earlier], getattr(reference, NAMES[earlier]))
             continue
         first = next(test for name, test in vars(request.module).items() if name.startswith(f"test_task{earlier}_"))
-        fixtures = {"examiner": examiner, "sft": sft}
-        try:
-            first(*(fixtures[name] for name in inspect.signature(first).parameters))
-        except pytest.fail.Exception as failure:
-            problem = str(failure).splitlines()[0]
+        if failure := run(first, examiner):
+            problem = failure.splitlines()[0]
             examiner.fix_first = f"it builds on task {earlier}, so fix task {earlier} first.\n  {problem}"
             break
     return examiner
@@ -88,7 +82,7 @@ def examiner(grpo, reference, sft, memory, monkeypatch, request):
 @pytest.fixture
 def draw():
     """Fresh inputs: draw(a, b, *shape) is uniform between a and b."""
-    return functools.partial(uniform, torch.Generator().manual_seed(SEED))
+    return fresh_draw()
 
 
 @pytest.fixture(scope="session")

@@ -261,7 +261,7 @@ def check_loss(examiner, batch: Batch):
         given = {"ratio": (batch.logp - batch.old_logp).exp(), "u": (batch.ref_logp - batch.logp).exp()}
         given |= {"A": batch.advantages}
         values = f"\n  the loss: got {got:.5f}, expected {expected[0]:.5f}; clip {batch.clip}, beta {batch.beta}"
-        values += "\n  its gradient with respect to logp" + differences(gradient, expected[1], given)[2:]
+        values += differences(gradient, expected[1], given, what="its gradient with respect to logp ")
         examiner.wrong(4, what, values)
 
 

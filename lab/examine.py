@@ -4,6 +4,7 @@ Each of the five functions has a method here that asks the door (`lab/door/`) an
 types and shapes before a test compares it. The tests decide; `lab/diagnose/` knows what a wrong value gives away.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from lab.diagnose import Mistakes, advantages, close, k3, loss, samples, step
 from lab.door import NAMES
 from lab.door.calls import Calls
 from lab.door.models import flat, spec_of
-from lab.inputs import SEED, Batch
+from lab.inputs import SEED, Batch, fresh_draw
 
 Door = Callable[[dict], dict]  # from a question to its answer, as `lab/door/` describes them
 Given = dict[str, Tensor | list]  # what a wrong value was computed from, row by row
@@ -35,9 +36,9 @@ def rounded(values: Tensor) -> str:
     return f"[{', '.join(rows)}{cut}]"
 
 
-def differences(got: Tensor, expected: Tensor, given: Given, tolerance: float = 1e-4) -> str:
+def differences(got: Tensor, expected: Tensor, given: Given, tolerance: float = 1e-4, what: str = "") -> str:
     """Got and expected where they differ, with what they were computed from: of a vector the first three rows that do,
-    a line each; of a matrix the first one.
+    a line each; of a matrix, named `what`, the first one.
     """
     if got.dim() not in (1, 2) or got.shape != expected.shape:
         return f"\n  got {rounded(got)}, expected {rounded(expected)}"
@@ -47,7 +48,7 @@ def differences(got: Tensor, expected: Tensor, given: Given, tolerance: float = 
     if got.dim() == 1:
         lines = [f"row {i}: {', '.join(f'{name} {shown(of[i])}' for name, of in columns.items())}" for i in rows[:3]]
     else:
-        lines = [f"in row {i}, the first of {len(rows)} wrong ones (of {len(got)}):" for i in rows[:1]]
+        lines = [f"{what}in row {i}, the first of {len(rows)} wrong ones (of {len(got)}):" for i in rows[:1]]
         lines += [f"  {name:<9} {shown(of[i])}" for i in rows[:1] for name, of in columns.items()]
     return "".join(f"\n  {line}" for line in lines)
 
@@ -313,3 +314,13 @@ class Examiner:
         value = metrics[key]
         value = torch.tensor(float(value)) if isinstance(value, int | float) else value
         return self.tensor(task, f"metrics[{key!r}]", value.double() if isinstance(value, Tensor) else value, ())
+
+
+def run(test: Callable, examiner: Examiner) -> str:
+    """Run a test without pytest: "" if it passes, or what it says."""
+    fixtures = {"examiner": examiner, "sft": examiner.sft, "draw": fresh_draw()}
+    try:
+        test(*(fixtures[name] for name in inspect.signature(test).parameters))
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return ""

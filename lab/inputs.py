@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ class Batch:
 def uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> Tensor:
     """Numbers of this shape, uniform between `low` and `high`."""
     return low + (high - low) * torch.rand(*shape, generator=generator)
+
+
+def fresh_draw() -> Callable:
+    """draw(a, b, *shape) is uniform between a and b; from the start of this test run's numbers."""
+    return partial(uniform, torch.Generator().manual_seed(SEED))
 
 
 def fresh_batch(draw: Callable, lengths: list[int], Tr: int, clip: float = 0.2, beta: float = 0.04) -> Batch:

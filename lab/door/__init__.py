@@ -28,6 +28,7 @@ from lab.door.errors import describe
 from lab.door.models import built, flat
 
 NAMES = {1: "sample_group", 2: "group_advantages", 3: "k3_kl", 4: "grpo_loss", 5: "grpo_step"}
+BUILDS_ON = {4: (3,), 5: (1, 2, 3, 4)}  # task -> the earlier tasks that its function calls
 OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": partial(torch.optim.Adam, fused=True)}  # fused, as train_grpo has it
 SAMPLES = ("prompts", "responses", "mask", "rewards", "texts")  # the fields of `grpo.Samples`
 

@@ -1,24 +1,18 @@
 """One submission's grade: every test, asked through the door to its process. What decides stands on this side."""
 
 import functools
-import inspect
 import time
 from pathlib import Path
-
-import pytest
-import torch
 
 import tinylm
 from grading.book import Grade, readable
 from grading.confinement import Confinement
 from grading.exam import Exam, Test, functions
 from grading.process import Ended, Hung, RemoteDoor, Workshop
-from lab.door import NAMES
-from lab.examine import Examiner, Memory
-from lab.inputs import SEED, uniform
+from lab.door import BUILDS_ON, NAMES
+from lab.examine import Examiner, Memory, run
 
 HANGS = 2  # after so many tests of a task that hang, its others are not run
-BUILDS_ON = {4: (3,), 5: (1, 2, 3, 4)}  # task -> the earlier tasks that its function calls
 
 
 @functools.cache
@@ -28,23 +22,13 @@ def starting_policy() -> tinylm.TinyLM:
 
 def run_test(test: Test, door: RemoteDoor, memory: Memory) -> str:
     """Run one test: "" if it passes, or what it says. Raises Ended or Hung."""
-    sft = starting_policy()
-    fixtures = {
-        "examiner": Examiner(door, sft, memory),
-        "sft": sft,
-        "draw": functools.partial(uniform, torch.Generator().manual_seed(SEED)),
-    }
-    function = functions()[test.name]
     door.line.allow(door.timeout)
     try:
-        function(*(fixtures[name] for name in inspect.signature(function).parameters))
-    except pytest.fail.Exception as failure:
-        return str(failure)
+        return run(functions()[test.name], Examiner(door, starting_policy(), memory))
     except (Ended, Hung):
         raise
     except Exception as error:  # of a test that a strange answer has upset: no point for that
         return f"Task {test.task} ({NAMES[test.task]}): the test could make nothing of it: {type(error).__name__}"
-    return ""
 
 
 def grade_submission(name: str, source: bytes, exam: Exam, workshop: Workshop) -> Grade:

@@ -3,7 +3,6 @@ the known mistakes from one another; a failure is short and has one first line; 
 """
 
 import functools
-import inspect
 import math
 
 import pytest
@@ -16,7 +15,7 @@ import test_grpo
 import tinylm
 from lab.diagnose import advantages, k3, loss, samples, symptoms
 from lab.door import answer
-from lab.examine import Examiner, Memory, differences, rounded
+from lab.examine import Examiner, Memory, differences, rounded, run
 from lab.inputs import Batch, fresh_batch, uniform
 from lab.start import REFERENCE, load_module
 
@@ -211,12 +210,8 @@ def failures(task: int, changes, folder, sft) -> list[str]:
     module, memory, said = load_module(folder / "grpo.py", "grpo_that_is_wrong"), Memory(), []
     tests = [test for name, test in vars(test_grpo).items() if name.startswith(f"test_task{task}_")]
     for test in tests[: 5 if task == 5 else None]:  # without those that train for seconds
-        fixtures = {"examiner": Examiner(functools.partial(answer, module), sft, memory), "sft": sft}
-        fixtures["draw"] = functools.partial(uniform, torch.Generator().manual_seed(0))
-        try:
-            test(*(fixtures[name] for name in inspect.signature(test).parameters))
-        except pytest.fail.Exception as failure:
-            said.append(str(failure))
+        if failure := run(test, Examiner(functools.partial(answer, module), sft, memory)):
+            said.append(failure)
     return said
 
 
