@@ -10,6 +10,7 @@ machines lie within.
 import copy
 import multiprocessing
 import os
+from collections.abc import Iterable
 from statistics import fmean, stdev
 
 LAST = 30  # iterations that a mean "at the start" or "at the end" is taken over
@@ -20,17 +21,19 @@ Seeds = tuple[int | None, int]  # that of the starting policy (None: this machin
 Batch = tuple[dict[str, str], list[Seeds]]  # environment variables, and the runs of the processes that have them
 
 
-def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
-    """What the README's table tells of one run: from the policies before and after it, and its history."""
+def ahead(sft, model, ks: Iterable[int]) -> list[float]:
+    """The exact pass@k of `model` less that of `sft`, for each k."""
     import tinylm
 
-    first, *_, last = (row for row in history if "entropy" in row)
     _, held_out = tinylm.problems()
     wrong_before, wrong_after = (1 - tinylm.success_probability(p, held_out).double() for p in (sft, model))
-    start, end = history[1:][:LAST], history[1:][-LAST:]
+    return [(wrong_before**k - wrong_after**k).mean().item() for k in ks]
 
-    def ahead(k: int) -> float:
-        return (wrong_before**k - wrong_after**k).mean().item()
+
+def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
+    """What the README's table tells of one run: from the policies before and after it, and its history."""
+    first, *_, last = (row for row in history if "entropy" in row)
+    start, end, ks = history[1:][:LAST], history[1:][-LAST:], (1, 2, 16, 64)
 
     def zero_signal(rows: list[dict]) -> float:
         return fmean(row["all_right"] + row["all_wrong"] for row in rows)
@@ -46,11 +49,7 @@ def figures(sft, model, history: list[dict[str, float]]) -> dict[str, float]:
         f"zero-signal groups, last {LAST} iterations": zero_signal(end),
         f"k3 KL, first {LAST} iterations": fmean(row["kl"] for row in start),
         f"k3 KL, last {LAST} iterations": fmean(row["kl"] for row in end),
-        "pass@1, GRPO - SFT": ahead(1),
-        "pass@2, GRPO - SFT": ahead(2),
-        "pass@16, GRPO - SFT": ahead(16),
-        "pass@64, GRPO - SFT": ahead(64),
-    }
+    } | {f"pass@{k}, GRPO - SFT": gain for k, gain in zip(ks, ahead(sft, model, ks), strict=True)}
 
 
 def measure(seeds: Seeds) -> dict[str, float]:

@@ -5,8 +5,8 @@ import re
 import shlex
 from statistics import fmean, median
 
-import experiments
 import pytest
+from answering import key, questions
 from helpers import finish, start
 from manifest import LAB, STUDENT, copy_lab
 from measuring import calibration
@@ -132,13 +132,13 @@ def test_every_experiment_has_a_question_and_an_answer():
         line for line in section("## Things to try").splitlines() if line.startswith("| `") or line.startswith("| in")
     ]
     assert all(row.count("?") >= 1 for row in rows)
-    assert len(rows) == len(experiments.EXPERIMENTS)
-    tips = experiments.tips(json.loads((experiments.FOLDER / "figures.json").read_text(encoding="utf-8")))
-    for experiment in experiments.EXPERIMENTS:  # the tip under each question, and the measured numbers below it
+    assert len(rows) == len(questions.EXPERIMENTS)
+    tips = key.tips(json.loads((key.FOLDER / "figures.json").read_text(encoding="utf-8")))
+    for experiment in questions.EXPERIMENTS:  # the tip under each question, and the measured numbers below it
         assert tips[experiment.name] in section("## Things to try"), experiment.name
         assert not re.search(r"\{", experiment.tip), "a hint leads there, the numbers are folded away below it"
     asked = " ".join(rows)
-    for variant, changes in experiments.VARIANTS.items():
+    for variant, changes in questions.VARIANTS.items():
         for name, value in changes.items():
             if name == "kl":
                 assert value in asked
