@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 from grading.exam import task_bodies
-from guide import GUIDE, notebook
+from guiding.document import GUIDE, notebook
 from manifest import AUTOGRADER, LAB, STUDENT, solutions_files
 
 from lab.files import whole_file

@@ -8,13 +8,13 @@ import warnings
 from pathlib import Path
 from statistics import median
 
+from guiding.document import block
+
 from measuring.bench import Iteration, seconds
 
 
 def save_gpt2(model, folder: Path):
     """Save the TinyLM as a transformers GPT-2, with its tokenizer, to `folder`, as the guide does. Returns both."""
-    from guide import block
-
     convert = block("convert")
     gpt2, tokenizer = convert["to_gpt2"](model), convert["character_tokenizer"]()
     gpt2.save_pretrained(folder)

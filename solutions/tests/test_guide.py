@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from guiding import document, running
+from guiding.document import GUIDE, requirements
+from guiding.tiny_model import SUBSTITUTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = ROOT / "colab_grpo_trl.md"
 RUNNER = ROOT / "solutions" / "guide.py"
 
 
@@ -33,11 +35,6 @@ def blocks(text) -> list[str]:
     """The source of every Python block; a magic command on a line of its own becomes a comment."""
     sources = re.findall(r"^```python[^\n]*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [re.sub(r"^%.*$", "# magic", source, flags=re.MULTILINE) for source in sources]
-
-
-@pytest.fixture(scope="module")
-def runner():
-    return load(RUNNER, "guide_runner")
 
 
 def assigned(blocks: list[str], name: str):
@@ -72,19 +69,19 @@ def test_every_file_is_opened_with_an_encoding_and_no_shell_is_used(blocks):
             assert "encoding" in keywords, ast.unparse(call)
 
 
-def test_the_install_line_pins_what_the_version_block_compares(runner, blocks):
-    pinned = dict(requirement.split("==") for requirement in runner.requirements() if "==" in requirement)
+def test_the_install_line_pins_what_the_version_block_compares(blocks):
+    pinned = dict(requirement.split("==") for requirement in requirements() if "==" in requirement)
     assert pinned == assigned(blocks, "TESTED")
     assert {"torch", "trl", "transformers"} <= set(pinned)
-    unpinned = {requirement for requirement in runner.requirements() if "==" not in requirement}
+    unpinned = {requirement for requirement in requirements() if "==" not in requirement}
     assert {"jupytext", "nbclient", "ipykernel"} <= unpinned, "what the runner itself needs"
-    assert runner.needed() == [*runner.requirements(), "pytest"]
+    assert running.needed() == [*requirements(), "pytest"]
 
 
-def test_the_pinned_torch_is_within_the_labs_bounds(runner):
-    requirements = (ROOT / "requirements.txt").read_text(encoding="utf-8")
-    low, high = re.search(r"^torch>=([\d.]+),<([\d.]+)$", requirements, flags=re.MULTILINE).groups()
-    pinned = next(r.partition("==")[2] for r in runner.requirements() if r.startswith("torch=="))
+def test_the_pinned_torch_is_within_the_labs_bounds():
+    ours = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    low, high = re.search(r"^torch>=([\d.]+),<([\d.]+)$", ours, flags=re.MULTILINE).groups()
+    pinned = next(r.partition("==")[2] for r in requirements() if r.startswith("torch=="))
 
     def key(number: str) -> list[int]:
         return [int(part) for part in number.split(".")]
@@ -196,8 +193,8 @@ def test_what_the_text_of_part_7_says_of_memory(text):
     assert f"a reference would take another {4 * n / 2**30:.1f} GiB" in text
 
 
-def test_the_runner_finds_what_it_replaces(runner, text):
-    for old in runner.SUBSTITUTIONS:
+def test_the_runner_finds_what_it_replaces(text):
+    for old in SUBSTITUTIONS:
         assert text.count(old) == 1, old
 
 
@@ -219,23 +216,23 @@ def test_bad_input_is_one_line_and_status_2(flags, steps, complaint, monkeypatch
     assert len(done.stderr.splitlines()) == 1 and complaint in done.stderr
 
 
-def test_an_environment_that_is_not_the_guides_is_refused(runner, monkeypatch):
-    monkeypatch.setattr(runner, "requirements", lambda: ["torch==0.1", "no-such-package", "pytest"])
-    problems = runner.unmet()
+def test_an_environment_that_is_not_the_guides_is_refused(monkeypatch):
+    monkeypatch.setattr(running, "requirements", lambda: ["torch==0.1", "no-such-package", "pytest"])
+    problems = running.unmet()
     assert len(problems) == 2
     assert problems[0].startswith("torch==0.1 (here: ") and problems[1] == "no-such-package (here: missing)"
 
 
-def test_a_block_that_would_not_become_a_cell_is_found(runner, tmp_path, monkeypatch):
+def test_a_block_that_would_not_become_a_cell_is_found(tmp_path, monkeypatch):
     pytest.importorskip("jupytext")
     wrong = tmp_path / "wrong.md"
     wrong.write_text("```python\nx = 1\n```\n\n```python .noeval\ny = 2\n```\n", encoding="utf-8")
-    monkeypatch.setattr(runner, "GUIDE", wrong)
+    monkeypatch.setattr(document, "GUIDE", wrong)
     with pytest.raises(ValueError, match="2 Python blocks, jupytext made 1"):
-        runner.notebook()
+        document.notebook()
 
 
-def test_jupytext_sees_the_blocks_that_these_tests_see(runner, blocks):
+def test_jupytext_sees_the_blocks_that_these_tests_see(blocks):
     pytest.importorskip("jupytext")
-    cells = [cell.source for cell in runner.notebook().cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in document.notebook().cells if cell.cell_type == "code"]
     assert len(cells) == len(blocks)

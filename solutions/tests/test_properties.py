@@ -23,12 +23,12 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import grade
-import guide
 import numpy as np
 import pytest
 import release
 import torch
 from auditing import runner, worker
+from guiding import running
 from helpers import call_command, call_main
 from hypothesis import HealthCheck, assume, configuration, example, given, settings
 from hypothesis import strategies as st
@@ -640,8 +640,8 @@ TOOLS = {
         ["--repeats 0", "--repeats", "--repeats=--", "new"],
     ),
     "guide.py": Tool(
-        guide,
-        [(guide, "run"), (guide, "unmet"), (subprocess, "run")],
+        None,
+        [(running, "run_blocks"), (running, "unmet"), (subprocess, "run")],
         ["--requirements", "--install --run", "--run --out pictures"],
         ["", "--out pictures", "--run new", "--run --out=--"],
     ),

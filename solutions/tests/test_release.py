@@ -52,7 +52,7 @@ def lab(tmp_path_factory):
     """A copy of the lab with two quick tests."""
     tinylm.load_or_train_sft()
     folder = tmp_path_factory.mktemp("release") / "lab"
-    copy_lab([*STUDENT, *AUTOGRADER, "solutions/release.py", "solutions/guide.py", "tinylm_sft.pt"], folder)
+    copy_lab([*STUDENT, *AUTOGRADER, "solutions/release.py", "solutions/guiding/document.py", "tinylm_sft.pt"], folder)
     (folder / "solutions" / "tests").mkdir()
     (folder / "solutions" / "tests" / "test_x.py").touch()
     (folder / "solutions" / "x.pyc").touch()

@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "solutions"), str(ROOT)]
 
-import guide
+from guiding.document import GUIDE, written
+from guiding.tiny_model import tiny_qwen
 
 TRAINS = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="no TRL here: solutions/guide.py --run")
 QUICK = ["--model", "tiny", "--task", "digits_task", "--batch", "16", "--accumulate", "1", "--max-tokens", "24"]
@@ -42,7 +43,7 @@ def verifier(ends):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name, content in guide.written().items():
+    for name, content in written().items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "digits_task.py").write_text(DIGITS_TASK, encoding="utf-8")
     return tmp_path
@@ -51,7 +52,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "tiny"
-    guide.tiny_qwen(path)
+    tiny_qwen(path)
     return path
 
 
@@ -111,7 +112,7 @@ def test_help_is_quick_and_names_every_flag(folder):
     started = time.perf_counter()
     done = start(folder, "--help")
     assert done.returncode == 0 and not done.stderr and time.perf_counter() - started < 5
-    text = guide.GUIDE.read_text(encoding="utf-8").partition("# 8. Leaving the notebook")[2]
+    text = GUIDE.read_text(encoding="utf-8").partition("# 8. Leaving the notebook")[2]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     flags = set(re.findall(r"--[a-z][a-z-]+", " ".join(re.findall(r"`([^`]+)`", prose))))
     launchers = {"--nproc_per_node", "--config_file", "--num_processes", "--run"}

@@ -35,15 +35,15 @@ from trl.trainer import utils
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "solutions" / "tests"), str(ROOT / "solutions"), str(ROOT)]
 
-import guide
 import test_guide
+from guiding.document import GUIDE, block
 
 import grpo
 import tinylm
 
 torch.set_num_threads(1)
 transformers.logging.disable_progress_bar()
-TEXT = guide.GUIDE.read_text(encoding="utf-8")
+TEXT = GUIDE.read_text(encoding="utf-8")
 FLAT = " ".join(TEXT.split())
 CONFIGS = [trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, OnlineDPOConfig]
 TRAINERS = [trl.GRPOTrainer, trl.RLOOTrainer, trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, OnlineDPOTrainer]
@@ -72,7 +72,7 @@ def default_of(field: dataclasses.Field):
 
 @pytest.fixture(scope="module")
 def convert():
-    return guide.block("convert")
+    return block("convert")
 
 
 @pytest.fixture(scope="module")
