@@ -13,6 +13,7 @@ no answer. The figures of all runs are kept in experiments/figures.json, from wh
 
 `answering/` has the parts; the experiments themselves are in its `questions.py`.
 """
+# ruff: noqa: PLC0415  torch and matplotlib take seconds to import: only where they are needed, so that --help is quick
 
 import os
 import sys
@@ -30,10 +31,9 @@ def main() -> int:
     parser.flag("--jobs", os.cpu_count(), number(int, 1, 1000), "processes")
     args = parser.parse_args()
 
-    # Only now, so that --help is quick: they import torch and matplotlib.
-    from answering.key import OUT, write  # noqa: PLC0415
-    from answering.questions import EXPERIMENTS  # noqa: PLC0415
-    from answering.runs import run_missing  # noqa: PLC0415
+    from answering.key import OUT, write
+    from answering.questions import EXPERIMENTS
+    from answering.runs import run_missing
 
     try:
         run_missing(args.seeds, args.jobs)

@@ -10,7 +10,6 @@ from measuring.calibration import LAST
 from answering import questions
 from answering.claims import Figures, all_figures, key_means, unsupported
 from answering.drawings import DRAWN, picture
-from answering.questions import command
 from answering.runs import read_runs
 from lab.files import whole_file
 
@@ -61,7 +60,7 @@ def table(variants: list[str], figures: Figures) -> list[str]:
         cells = [cell(figures[variant][key], decimals) for key, (_, decimals) in COLUMNS.items()]
         pairs = zip(figures[variant]["sampled"], figures["default"]["sampled"], strict=True)
         cells.append("" if variant == "default" else cell([one - other for one, other in pairs], 2, "+"))
-        lines.append(f"| {command(variant)} | {' | '.join(cells)} |")
+        lines.append(f"| {questions.command(variant)} | {' | '.join(cells)} |")
     return lines
 
 
