@@ -2,6 +2,7 @@
 
     python solutions/bench.py           one table, and how the cost of an iteration grows with G and with P
     python solutions/bench.py --busy    the core rows once more, beside a process that keeps one core busy
+    python solutions/bench.py --grade   what grading one submission costs
     python solutions/bench.py --trl     TRL's GRPOTrainer on the same weights and settings, iteration by iteration
 
 `measuring/bench.py` says what a time and its floor are.
@@ -17,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from measuring.bench import core_rows, long_rows, print_growth, print_table
 from measuring.beside_trl import print_trl
+from measuring.grading_cost import print_grading
 from measuring.processes import busy_core
 
 from lab.flags import Parser, number
@@ -33,6 +35,7 @@ def build_parser() -> Parser:
     parser.add_argument("--repeats", type=number(int, 1, 1000), default=3, help=repeats, metavar="N")
     parser.add_argument("--quick", action="store_true", help="little work in every row: does it run at all?")
     parser.add_argument("--busy", action="store_true", help="the core rows again, beside a process on one core")
+    parser.add_argument("--grade", action="store_true", help="grading one submission, beside one run of the tests")
     parser.add_argument("--trl", action="store_true", help="TRL too, in turns; needs what the guide installs")
     return parser
 
@@ -62,6 +65,8 @@ def main() -> int:
     groups, prompts = ([2, 4], [4, 8]) if args.quick else ([2, 4, 8, 16, 32, 64], [4, 8, 16, 32, 64, 128, 256])
     print_growth(sft, "G", [{"prompts": 16, "G": g} for g in groups], args.repeats)
     print_growth(sft, "P", [{"prompts": p, "G": 8} for p in prompts], args.repeats)
+    if args.grade:
+        print_grading(args.repeats)
     if args.trl:
         print_trl(sft, short)
     return 0

@@ -3,11 +3,13 @@
 import importlib.util
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from grading.confinement import find_confinement
 from helpers import call_command
-from measuring import bench
+from measuring import bench, grading_cost
 from measuring.beside_trl import save_gpt2
 from measuring.processes import busy_core
 
@@ -103,3 +105,11 @@ def test_the_gpt2_for_trl_computes_the_same_logits(sft, tmp_path):
         theirs = gpt2(torch.cat([held_out, right], dim=1)).logits[:, tinylm.PROMPT_LEN - 1 : -1]
         torch.testing.assert_close(theirs, tinylm.response_logits(sft, held_out, right), rtol=1e-5, atol=1e-5)
     assert tokenizer(tinylm.decode(held_out))["input_ids"] == held_out.tolist()
+
+
+def test_grading_is_timed_beside_the_tests(capsys, monkeypatch):
+    monkeypatch.setattr(grading_cost.subprocess, "run", lambda *_, **__: None)  # of pytest the time alone would count
+    monkeypatch.setattr(grading_cost, "find_confinement", partial(find_confinement, unconfined=True))
+    grading_cost.print_grading(1)
+    graded, tested = (float(line.split()[-2]) for line in capsys.readouterr().out.strip().splitlines())
+    assert graded > 0.5 and tested < 0.5
