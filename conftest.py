@@ -40,7 +40,8 @@ def loaded(request):
         path = find_grpo(solutions)
     except ValueError as error:
         return None, str(error)
-    return load_student(path)
+    module, problem = load_student(path)
+    return module, f"grpo.py cannot be imported: {problem}" if problem else ""
 
 
 @pytest.fixture

@@ -299,6 +299,10 @@ class Examiner:
             self.tokens(5, "samples.responses", got.responses, (len(rows), Tr))
             if not torch.equal(self.tokens(5, "samples.prompts", got.prompts, (len(rows), Tp)), rows):
                 self.fail(5, "the samples do not answer the prompts that were given, each config.G times in a row")
+            texts, mask = tinylm.decode_and_strip_padding(got.responses), tinylm.response_mask(got.responses)
+            rewards = samples.scores(tinylm.decode(rows), texts)
+            if got.texts != texts or not (close(got.mask, mask) and close(got.rewards, rewards)):
+                self.fail(5, "rewards, mask and texts of the samples do not fit their responses: return what came")
         for what, model in (("policy", policy), ("reference", reference)):
             shape = tuple(flat(model).shape)
             self.tensor(5, f"all weights of the {what}", answer[what], shape, floating=False)  # NaN if it went too far

@@ -15,7 +15,8 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class Pool:
 
 
 def begin(exam: Exam, confinement: Confinement, folder: Path, counter) -> None:
-    """At the start of a process of the pool."""
+    """At the start of a process of the pool, which ends with the command, whatever ends that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's own business
 
     def follow() -> None:
@@ -100,8 +101,10 @@ def check_exam(exam: Exam, pool: Pool, reference: str) -> None:
             raise NotInOrder(f"a wrong solution passes the tests of task {task}: {wrong.result().status}")
 
 
-def grade_all(submissions: dict[str, list[Path]], exam: Exam, book: Book, pool: Pool) -> None:
-    """Grade what is not graded yet."""
+def grade_all(
+    submissions: dict[str, list[Path]], exam: Exam, book: Book, pool: Pool, fresh: Callable[[], Pool]
+) -> None:
+    """Grade what is not graded yet. `fresh` makes another pool, of one process."""
     from tqdm import tqdm  # noqa: PLC0415
 
     sources: dict[str, bytes] = {}
@@ -117,16 +120,26 @@ def grade_all(submissions: dict[str, list[Path]], exam: Exam, book: Book, pool: 
     for grade in refused:
         grade.messages = dict.fromkeys((test.name for test in exam.tests), grade.status)
         book.enter(grade, exam)
+
+    def enter(name: str, future: Future) -> None:
+        try:
+            grade = future.result()
+            grade.digest = digests[name]
+        except Exception as error:  # the grader's own: without a digest it is tried again by --resume
+            grade = Grade(name, status=f"not graded: {type(error).__name__}: {error}")
+        book.enter(grade, exam)
+
+    lost = []
     try:
         futures = {pool.grade(name, sources[name]): name for name in waiting}
         for future in tqdm(as_completed(futures), total=len(futures), unit="submission", disable=None):
-            name = futures[future]
-            try:
-                grade = future.result()
-                grade.digest = digests[name]
-            except Exception as error:  # the grader's own: without a digest it is tried again by --resume
-                grade = Grade(name, status=f"not graded: {type(error).__name__}: {error}")
-            book.enter(grade, exam)
+            if isinstance(future.exception(), BrokenProcessPool):
+                lost.append(futures[future])
+            else:
+                enter(futures[future], future)
+        for name in lost:  # with a process of the pool that ends, all that waited is lost: once more, one by one
+            with fresh() as alone:
+                enter(name, alone.grade(name, sources[name]))
     finally:
         book.write(exam)
 
@@ -174,17 +187,20 @@ def work(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"{args.submissions} holds no submission")
     exam = make_exam(args.timeout)
     with kit() as folder:
-        confinement = find_confinement(folder, args.container, args.unconfined)
+        hidden = str(args.submissions.resolve()), str((args.out or args.results).resolve().parent)
+        confinement = find_confinement(folder, args.container, args.unconfined, hidden)
         print(confinement.told, file=sys.stderr)
-        jobs = min(args.jobs, max(2, len(submissions)))
-        with Pool(exam, confinement, folder, jobs if args.out else 1) as pool:
+        jobs = min(args.jobs, max(2, len(submissions))) if args.out else 1
+        with Pool(exam, confinement, folder, jobs) as pool:
             check_exam(exam, pool, exam.reference)
             if args.out is None:
                 grade = grade_one(args.submissions.resolve(), exam, pool)
                 write_whole(args.results, json.dumps(gradescope(grade, exam), indent=1))
                 return
-            grade_all(submissions, exam, book, pool)
+            grade_all(submissions, exam, book, pool, lambda: Pool(exam, confinement, folder, 1))
     print(f"{len(book.rows)} submissions, in {args.out}")
+    if lacking := sum(row["status"].startswith("not graded") for row in book.rows.values()):
+        raise NotInOrder(f"{lacking} of them not graded: see their status; --resume tries again")
 
 
 def main() -> int:

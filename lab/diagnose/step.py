@@ -81,7 +81,7 @@ def replay(policy: TinyLM, reference: TinyLM, samples, config, names: tuple = RI
 
 def agree(a: Tensor, b: Tensor, length: Tensor) -> bool:
     """Whether two rows of weights are the same, but for rounding: in parts of the step's own length."""
-    return bool((a - b).norm() < 2e-3 * length)
+    return bool((a.double() - b.double()).norm() < 2e-3 * length)
 
 
 def is_explained(step: Taken, names: tuple = RIGHT) -> bool:

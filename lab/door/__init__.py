@@ -15,10 +15,11 @@ else in it: a few lines about an exception. Otherwise, by task:
                        weights in one row; what the step "changed" and may not; its "calls", which are hints
 """
 
-import copy
+import dataclasses
 from functools import partial
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,8 @@ def answer(grpo: ModuleType, question: dict) -> dict:
         return {"problem": "", **ask[task](grpo, **question)}
     except Problem as problem:
         return {"problem": str(problem)}
+    except Exception as error:  # of what was returned: a property that raises, say
+        return {"problem": f"what it returned cannot be looked at: {type(error).__name__}: {error}"}
 
 
 def call(grpo: ModuleType, task: int, *args, calls=None):
@@ -78,6 +81,8 @@ def plain(value):
     """The value as plain data: a tensor detached, on the CPU; of anything unknown the name of its type, in a set."""
     if isinstance(value, Tensor):
         return value.detach().as_subclass(Tensor).cpu().clone()
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -199,7 +204,7 @@ def circumstances(policy: tinylm.TinyLM, reference: tinylm.TinyLM, optimizer, co
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return {
         "the optimizer's settings": groups,
-        "config": copy.deepcopy(vars(config)),
+        "config": {field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "requires_grad of the policy's weights": [weight.requires_grad for weight in policy.parameters()],
         "requires_grad of the reference's weights": [weight.requires_grad for weight in reference.parameters()],
         "torch's gradient mode": torch.is_grad_enabled(),

@@ -8,7 +8,7 @@ from lab.start import load_module
 
 
 def load_student(path: Path) -> tuple[ModuleType | None, str]:
-    """(the module, "") or (None, why it cannot be imported, with the line)."""
+    """(the module, "") or (None, why it cannot be imported, with the line: "ValueError: ... at line 3: ...")."""
     try:
         return load_module(path, "grpo"), ""
     except (Exception, SystemExit) as error:
@@ -17,4 +17,4 @@ def load_student(path: Path) -> tuple[ModuleType | None, str]:
         else:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
             where = f"line {frames[-1].lineno}: {frames[-1].line}" if frames else "its first lines"
-        return None, f"grpo.py cannot be imported: {type(error).__name__}: {error}\n  at {where}"
+        return None, f"{type(error).__name__}: {error}\n  at {where}"

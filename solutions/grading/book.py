@@ -51,7 +51,7 @@ def row_of(grade: Grade, exam: Exam) -> dict[str, str]:
     points = {f"task{task}": f"{grade.of_task(exam, task):g}" for task in exam.tasks}
     told = " ".join(readable(grade.status).split())[:300]
     return {"name": cell(grade.name), **points, "total": f"{grade.total:g}", "seconds": f"{grade.seconds:.1f}",
-            "status": told, "submission": grade.digest}  # fmt: skip
+            "status": cell(told), "submission": grade.digest}  # fmt: skip
 
 
 def feedback(grade: Grade, exam: Exam) -> str:

@@ -13,25 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifest import LAB
+from manifest import LAB, MODULES, SFT
 
 MEMORY = 2 * 2**30  # bytes that a submission may allocate, beside what Python and torch take
-KIT = ["tinylm.py", "tinylm_sft.pt", "lab/__init__.py", "lab/flags.py", "lab/start.py"]
-KIT += [path.relative_to(LAB).as_posix() for path in sorted((LAB / "lab" / "door").glob("*.py"))]
-# Where root grades, submissions run as users of their own, numbered from here: below 65,534, which is nobody, and in
-# blocks of 64, so that two graders at once hardly ever share a user, whose processes each of them ends.
-FIRST_UID = 61_000
-SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-    "/etc/localtime",
-)
+DISK = 512 * 2**20  # bytes that it may write, where bubblewrap confines it
+WITHHELD = ("lab/examine.py", "lab/inputs.py", "lab/diagnose/")  # of lab/: what the tests alone need
+KIT = ["tinylm.py", SFT, *(name for name in MODULES if not name.startswith(WITHHELD))]
+# Where root grades, submissions run as users of their own, each as another one: below 65,534, which is nobody.
+FIRST_UID, MOST_UIDS, MOST_JOBS = 61_000, 63 * 64, 64
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
 class Unsafe(Exception):
@@ -45,32 +36,40 @@ class Confinement:
     name: str  # "bubblewrap", "user", "container" or "none"
     told: str  # what is in force, and what is not
     image: str = ""  # of the container
+    hidden: tuple[str, ...] = ()  # folders that bubblewrap shows empty, should they lie where Python does
 
-    def command(self, kit: Path, arguments: list[str]) -> list[str]:
-        """The command line of worker.py with these arguments."""
+    def command(self, kit: Path, arguments: list[str], uid: int) -> list[str]:
+        """The command line of worker.py with these arguments. uid: the user, where it has one of its own."""
         python = [sys.executable, "-I", "-X", "utf8"]
         if self.name == "container":
-            limits = ["--network", "none", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--pids-limit", "64"]
+            limits = ["--network", "none", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--pids-limit", "256"]
             limits += ["--security-opt", "no-new-privileges", "--user", "65534:65534", "--memory", f"{2 * MEMORY}"]
             limits += ["--volume", f"{kit}:/kit:ro", "--env", "TINYLM_THREADS=1", "--env", "OMP_NUM_THREADS=1"]
             run = ["docker", "run", "--rm", "--interactive", *limits, self.image]
             return [*run, "python", "-I", "/kit/worker.py", *arguments]
         if self.name == "bubblewrap":
-            return [*bubblewrap(kit), *python, "/kit/worker.py", *arguments]
-        return [*python, str(kit / "worker.py"), *arguments]
+            return [*bubblewrap(kit, self.hidden), *python, "/kit/worker.py", *arguments]
+        command = [*python, str(kit / "worker.py"), *arguments]
+        return as_user(uid, command) if self.name == "user" else command
 
 
-def bubblewrap(kit: Path) -> list[str]:
+def bubblewrap(kit: Path, hidden: tuple[str, ...]) -> list[str]:
     """bwrap with its flags: the system and Python to be read, an empty /tmp, the kit, and nothing else: no network, no
-    other process, no capability.
+    other process, no capability. What is written is gone with the process.
     """
-    folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()} - {str(LAB)}
-    outside = sorted(folder for folder in folders if not folder.startswith(SYSTEM[:6]) and Path(folder).is_dir())
+    python = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()} - {*hidden}
+    outside = sorted(folder for folder in python if not folder.startswith(SYSTEM) and Path(folder).is_dir())
     flags = ["--unshare-all", "--uid", "65534", "--gid", "65534", "--die-with-parent", "--new-session"]
-    flags += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    for folder in (*SYSTEM, *outside):
+    flags += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/tmp", "/dev/shm"):
+        flags += ["--size", str(DISK), "--tmpfs", folder]
+    for folder in (*SYSTEM, *ETC, *outside):  # outer folders come before inner ones: a Python in a hidden one is seen
         flags += ["--ro-bind-try", folder, folder]
-    return ["bwrap", *flags, "--ro-bind", str(kit), "/kit", "--chdir", "/tmp", "--"]
+        for secret in hidden:
+            flags += ["--tmpfs", secret] if secret.startswith(f"{folder}/") else []
+    flags += ["--ro-bind", str(kit), "/kit"]
+    flags += ["--remount-ro", "/dev", "--remount-ro", "/"]  # of each this mount alone, not what lies on it
+    return ["bwrap", *flags, "--chdir", "/tmp", "--"]
 
 
 def is_root() -> bool:
@@ -85,15 +84,20 @@ def works(command: list[str]) -> bool:
         return False
 
 
-def find_confinement(kit: Path, image: str = "", unconfined: bool = False) -> Confinement:
-    """The best that this machine has, or what is asked for. Raises Unsafe where root has nothing."""
+def find_confinement(kit: Path, image: str = "", unconfined: bool = False, hidden: tuple[str, ...] = ()) -> Confinement:
+    """The best that this machine has, or what is asked for. Raises Unsafe where root has nothing.
+
+    hidden: folders that no submission may see, besides the lab's.
+    """
+    hidden = (str(LAB), *hidden)
     if image:
         return Confinement("container", f"each submission runs in a container of {image}, without network", image)
     nothing = "not confined: submissions can read your files and use the network; only time and memory are limited"
     if unconfined:
         return Confinement("none", f"{nothing} (--unconfined)")
-    if shutil.which("bwrap") and works([*bubblewrap(kit), sys.executable, "-I", "-c", "import torch"]):
-        return Confinement("bubblewrap", "in bubblewrap: no network, a read-only system, none of your files")
+    if shutil.which("bwrap") and works([*bubblewrap(kit, hidden), sys.executable, "-I", "-c", "import torch"]):
+        told = "in bubblewrap: no network, a read-only system, none of your files"
+        return Confinement("bubblewrap", told, hidden=hidden)
     if is_root():
         readable = [sys.executable, "-I", "-c", "import torch, sys; open(sys.argv[1])", str(kit / "worker.py")]
         if works(as_user(FIRST_UID, readable)):

@@ -1,9 +1,12 @@
 """The process of the students' code, from outside: started, asked, ended. Whatever comes from it is only data."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grading import wire
-from grading.confinement import FIRST_UID, MEMORY, Confinement
+from grading.confinement import FIRST_UID, MEMORY, MOST_JOBS, MOST_UIDS, Confinement, as_user, works
 from lab.door import SAMPLES
 
 START = 120  # seconds to import torch
@@ -29,98 +32,63 @@ class Hung(Exception):
 
 
 class Workshop:
-    """Where processes for submissions come from, one at a time: forks of one process, where that can be."""
+    """Where processes for submissions come from: each is new, and sees nothing of those before it."""
 
     def __init__(self, confinement: Confinement, kit: Path, seconds: float, job: int):
-        self.confinement, self.kit = confinement, kit
+        self.confinement, self.kit, self.job = confinement, kit, job
         self.limits = [str(MEMORY), str(int(seconds))]
-        self.forks = hasattr(os, "fork") and confinement.name != "container"
-        self.uid = FIRST_UID + os.getppid() % 64 * 64 + job if confinement.name == "user" else None
-        self.process = self.control = None
-
-    def start(self, arguments: list[str], **pipes) -> subprocess.Popen:
-        """worker.py, with nothing of the instructor's in its environment but what Python needs to start."""
-        kept = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR")
-        ours = {"TINYLM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LANG": "C.UTF-8"}
-        environment = {name: os.environ[name] for name in kept if name in os.environ} | ours
-        command = self.confinement.command(self.kit, [*self.limits, *arguments])
-        errors = {"stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command, env=environment, start_new_session=True, cwd=self.kit, **errors, **pipes)
+        self.started = os.getpid()  # two graders at once hardly ever share a user, whose processes each of them ends
 
     def open(self) -> "Line":
-        """A line to a new process for one submission."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            if not self.forks:
-                return Line(ours, self.start_alone(theirs))
-            if self.process is None or self.process.poll() is not None:
-                self.start_forking()
-            try:
-                socket.send_fds(self.control, [b"f"], [theirs.fileno()])
-            except OSError:
-                raise Ended("could not be started: the process that forks is gone") from None
-        return Line(ours, self)
+        """A line to a new process."""
+        uid = FIRST_UID + (self.job % MOST_JOBS + MOST_JOBS * self.started) % MOST_UIDS
+        self.started += 1
+        home = Path(tempfile.mkdtemp(prefix="grade-"))  # the folder in which the process may write, where nothing hides
+        if self.confinement.name == "user":
+            os.chown(home, uid, uid)
+        # Nothing of the instructor's own environment but what Python needs to start.
+        kept = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment |= dict.fromkeys(("TINYLM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment |= {"LANG": "C.UTF-8", "TMPDIR": "/tmp" if self.confinement.name == "bubblewrap" else str(home)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        command = self.confinement.command(self.kit, self.limits, uid)
+        process = subprocess.Popen(command, env=environment, start_new_session=True, cwd=self.kit, **pipes)
+        return Line(connected(process), process, lambda: self.clear(uid, home))
 
-    def start_forking(self) -> None:
-        self.close()
-        self.control, theirs = socket.socketpair()
-        alone = "1" if self.confinement.name == "bubblewrap" else "0"
-        nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
-        with theirs:
-            arguments = [str(theirs.fileno()), "-" if self.uid is None else str(self.uid), alone]
-            self.process = self.start(arguments, **nothing)
+    def clear(self, uid: int, home: Path) -> None:
+        """End what a process has left running, and its folder."""
+        if self.confinement.name == "user":
+            works(as_user(uid, [sys.executable, "-I", "-c", "import os; os.kill(-1, 9)"]))
+        shutil.rmtree(home, ignore_errors=True)
 
-    def end_fork(self) -> int | None:
-        """End the fork. Returns its exit status, or minus the signal that ended it; None if it is not known."""
-        self.control.settimeout(10)
-        try:
-            self.control.sendall(b"e")
-            return int(self.control.recv(20))
-        except (OSError, ValueError):
-            self.close()
-            return None
 
-    def start_alone(self, theirs: socket.socket) -> subprocess.Popen:
-        """A process for one submission, with the other end of its line on its standard input and output."""
-        process = self.start([], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        far = theirs.dup()
+def connected(process: subprocess.Popen) -> socket.socket:
+    """A socket to the process's standard input and output, which can be waited for, as pipes cannot everywhere."""
+    ours, theirs = socket.socketpair()
 
-        def pump(receive, send, stop) -> None:
-            with suppress(OSError, ValueError):
-                while data := receive(65536):
-                    send(data)
-            with suppress(OSError):
-                stop()
+    def pump(receive, send, stop) -> None:
+        with suppress(OSError, ValueError):
+            while data := receive(2**16):
+                send(data)
+        with suppress(OSError):
+            stop()
 
-        def write(data: bytes) -> None:
-            process.stdin.write(data)
-            process.stdin.flush()
+    def write(data: bytes) -> None:
+        process.stdin.write(data)
+        process.stdin.flush()
 
-        hang_up = lambda: far.shutdown(socket.SHUT_RDWR)  # noqa: E731
-        threading.Thread(target=pump, args=(far.recv, write, process.stdin.close), daemon=True).start()
-        threading.Thread(target=pump, args=(process.stdout.read1, far.sendall, hang_up), daemon=True).start()
-        return process
-
-    def close(self) -> None:
-        if self.process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.control.close()
-            self.process = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+    hang_up = lambda: theirs.shutdown(socket.SHUT_RDWR)  # noqa: E731
+    threading.Thread(target=pump, args=(theirs.recv, write, process.stdin.close), daemon=True).start()
+    threading.Thread(target=pump, args=(process.stdout.read1, theirs.sendall, hang_up), daemon=True).start()
+    return ours
 
 
 class Line:
     """What is said to one submission's process, and what it answers."""
 
-    def __init__(self, ours: socket.socket, other: Workshop | subprocess.Popen):
-        self.socket, self.other, self.status = ours, other, None
+    def __init__(self, ours: socket.socket, process: subprocess.Popen, clear: Callable[[], None]):
+        self.socket, self.process, self.clear, self.status = ours, process, clear, 0
         self.deadline = time.monotonic() + START
 
     def allow(self, seconds: float) -> None:
@@ -152,25 +120,25 @@ class Line:
             raise Hung from None
 
     def how_it_ended(self) -> str:
+        """In words. It may need a moment to end, after it has closed its line."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
         status = self.close()
-        if status is None:
-            return "ended its process"
+        status = 128 - status if status > 128 and os.name != "nt" else status  # as shells and bubblewrap tell a signal
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
             return f"was killed by the signal {name}" if name != "SIGKILL" else "closed the grader's channel"
         return f"ended the process (exit status {status})"
 
-    def close(self) -> int | None:
+    def close(self) -> int:
         """End the process. Returns its exit status, or minus the signal that ended it."""
         if self.socket is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.process.kill()
+            self.status = self.process.wait()
             self.socket.close()
+            self.clear()
             self.socket = None
-            if isinstance(self.other, Workshop):
-                self.status = self.other.end_fork()
-            else:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.other.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.other.kill()
-                self.status = self.other.wait()
         return self.status
 
 
@@ -221,9 +189,10 @@ class RemoteDoor:
         self.line, self.imported = None, False
 
     def begin_task(self, stand_ins: bytes, functions: list[str]) -> None:
-        """From here on these functions are those of `stand_ins`."""
+        """From here on these functions are those of `stand_ins`. A new time begins."""
         self.stand_ins = (stand_ins, functions)
         if self.line:
+            self.line.allow(self.timeout)
             self.give_stand_ins()
 
     def give_stand_ins(self) -> None:
@@ -242,7 +211,7 @@ class RemoteDoor:
         self.imported = True
         if not problem:
             self.give_stand_ins()
-        return problem
+        return f"grpo.py cannot be imported: {problem}" if problem else ""
 
     def __call__(self, question: dict) -> dict:
         if self.line is None:

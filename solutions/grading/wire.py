@@ -8,14 +8,13 @@ raises Malformed.
 """
 
 import json
-import math
 import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-LIMIT, JSON_LIMIT = 64 * 2**20, 8 * 2**20  # bytes of one message, and of its JSON
+LIMIT, JSON_LIMIT, DIMENSIONS = 64 * 2**20, 8 * 2**20, 8  # bytes of a message, and of its JSON; of a tensor
 NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NUMBERS, torch.int8, torch.uint8, torch.bool)}
 
@@ -63,15 +62,43 @@ def decode(message: bytes):
     """The value of a message, without the 8 bytes of its length. Raises Malformed."""
     try:
         (length,) = struct.unpack_from("<I", message)
-        blob = bytearray(message[4 + length :])
         if length > min(len(message) - 4, JSON_LIMIT):
             raise Malformed("too much text, or cut short")
-        return unpacked(json.loads(message[4 : 4 + length]), blob)
-    except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError, OverflowError) as error:
-        raise Malformed(str(error)) from None
+        return unpacked(json.loads(message[4 : 4 + length]), Blob(message[4 + length :]))
+    except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError) as error:
+        raise Malformed(f"{type(error).__name__} {str(error)[:60]}") from None
 
 
-def unpacked(part, blob: bytearray):
+class Blob:
+    """The bytes of a message's tensors, each of which is read once, in their order: so no message can be small and its
+    value large.
+    """
+
+    def __init__(self, data: bytes):
+        self.data, self.read = bytearray(data), 0
+
+    def tensor(self, name: str, shape: list, first: int) -> Tensor:
+        """The tensor of this type and shape that begins at `first`."""
+        dtype, size = DTYPES[name], 1
+        if len(shape) > DIMENSIONS or first != self.read:
+            raise Malformed("a tensor of many dimensions, or out of order")
+        for length in shape:
+            if type(length) is not int or not 0 <= length <= LIMIT:
+                raise Malformed("no size of a tensor")
+            size *= length
+        self.read += size * dtype.itemsize
+        if self.read > len(self.data):
+            raise Malformed("a tensor larger than its message")
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        stored = torch.uint8 if dtype is torch.bool else dtype
+        values = torch.frombuffer(self.data, dtype=stored, count=size, offset=first).view(shape)
+        if dtype is torch.bool and values.max() > 1:
+            raise Malformed("a bool that is neither 0 nor 1")
+        return values.to(dtype, copy=True)
+
+
+def unpacked(part, blob: Blob):
     """The value that stands in the JSON as `part`."""
     if isinstance(part, list):
         return [unpacked(inner, blob) for inner in part]
@@ -81,16 +108,7 @@ def unpacked(part, blob: bytearray):
         return part
     if set(part) == {"dict"}:
         return {str(key): unpacked(inner, blob) for key, inner in part["dict"]}
-    name, shape, first = part["tensor"]
-    dtype, shape = DTYPES[name], [int(size) for size in shape]
-    size = math.prod(shape)
-    if min(shape, default=0) < 0 or first < 0 or first + size * dtype.itemsize > len(blob):
-        raise Malformed("a tensor larger than its message")
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    if dtype is torch.bool and any(byte > 1 for byte in blob[first : first + size]):
-        raise Malformed("a bool that is neither 0 nor 1")
-    return torch.frombuffer(blob, dtype=dtype, count=size, offset=first).view(shape).clone()
+    return blob.tensor(*part["tensor"])
 
 
 def read(receive: Callable[[int], bytes]):

@@ -29,13 +29,13 @@ def print_grading(repeats: int) -> None:
             confinement = find_confinement(folder)
         except Unsafe:
             confinement = find_confinement(folder, unconfined=True)
-        with Workshop(confinement, folder, exam.seconds, job=0) as workshop:
-            grade = lambda: grade_submission("reference", source, exam, workshop)  # noqa: E731
-            if grade().total != 100:
-                raise ValueError("the reference does not pass all tests here")
-            graded, tested = [], []
-            for _ in range(repeats):
-                graded += seconds(grade, 1)
-                tested += seconds(lambda: subprocess.run(command, check=True, **home), 1)
+        workshop = Workshop(confinement, folder, exam.seconds, job=0)
+        grade = lambda: grade_submission("reference", source, exam, workshop)  # noqa: E731
+        if grade().total != 100:
+            raise ValueError("the reference does not pass all tests here")
+        graded, tested = [], []
+        for _ in range(repeats):
+            graded += seconds(grade, 1)
+            tested += seconds(lambda: subprocess.run(command, check=True, **home), 1)
     print(f"\ngrading one submission ({confinement.name})   {median(graded):6.1f} s")
     print(f"one run of its tests by pytest          {median(tested):6.1f} s")

@@ -97,6 +97,11 @@ def message(header, blob: bytes = b"") -> bytes:
         message({"tensor": ["float32", [-1], 0]}, b"1234"),
         message({"tensor": ["float32", [1], -4]}, b"12345678"),
         message({"tensor": ["float32", [2**62, 2**62], 0]}, b"1234"),
+        message({"tensor": ["float32", [10**308] * 1000, 0]}, b"1234"),
+        message({"tensor": ["float32", [1.0], 0]}, b"1234"),
+        message({"tensor": ["float32", [True], 0]}, b"1234"),
+        message({"tensor": ["float32", [1] * 20, 0]}, b"1234"),
+        message([{"tensor": ["float32", [1], 0]}] * 2, b"1234"),  # the same bytes twice
         message({"tensor": ["float32", [0, 2**62, 2**62], 0]}),
         message({"tensor": ["complex64", [1], 0]}, b"12345678"),
         message({"tensor": ["bool", [1], 0]}, b"\x07"),
@@ -136,7 +141,7 @@ class Gone:
 
     pid = 2**22 + 1  # no process has it
 
-    def wait(self):
+    def wait(self, timeout=0):
         return 0
 
 
@@ -152,7 +157,7 @@ def line_to(behave) -> Iterator[Line]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    line = Line(ours, Gone())
+    line = Line(ours, Gone(), lambda: None)
     line.allow(0.5)
     try:
         yield line

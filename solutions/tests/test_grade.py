@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -313,9 +314,16 @@ DISHONEST = {  # in task 3, whose function is wrong: no point for it
     "kills everyone": "import os, signal\nos.kill(-1, signal.SIGKILL)\nreturn logp"
     if HAS_BUBBLEWRAP
     else "return logp",
+    "leaves files": "import os\nfor folder in ('/tmp', '/dev/shm', '/', '.'):\n"
+    "    try: open(f'{folder}/left', 'w').write('log_u = ref_logp - logp; k3 = log_u.exp() - log_u - 1')\n"
+    "    except OSError: pass\nreturn logp",
+    "looks for files": "import os\nfor folder in ('/tmp', '/dev/shm', '/', '.'):\n"
+    "    if os.path.exists(f'{folder}/left'):\n"
+    "        space = {'logp': logp, 'ref_logp': ref_logp}\n        exec(open(f'{folder}/left').read(), space)\n"
+    "        return space['k3']\nreturn logp",
     "leaves a process": "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)\nreturn logp",
 }
-NEEDS_WALLS = {"reads the reference", "searches for the reference"}
+NEEDS_WALLS = {"reads the reference", "searches for the reference", "looks for files"}
 HOSTILE = {
     "good": (REFERENCE, ALL, ["graded"], ["100 of 100"]),
     "stubs": (
@@ -326,6 +334,30 @@ HOSTILE = {
     ),
     "wrong in task 2": (with_body(2, "return rewards"), (20, 0, 20, 20, 20), ["graded"], ["Task 2 (group_advantages)"]),
     "a breakpoint in task 2": (each(task2="breakpoint()"), (20, 0, 20, 20, 20), ["graded"], ["BdbQuit"]),
+    "builds on its own": (  # what its own earlier functions give, and the reference's do not
+        REFERENCE.replace("    return loss, metrics\n", '    return loss, metrics | {"extra": 1.0}\n')
+        .replace("    texts: list[str]", "    extra: int = 0\n    texts: list[str] = None")
+        .replace(
+            "return samples, metrics |",
+            'assert metrics.pop("extra") and isinstance(samples, Samples)\n    return samples, metrics |',
+        ),
+        ALL,
+        ["graded"],
+        [],
+    ),
+    "writes its own status": (
+        on_import(
+            """
+            import os, wire
+            for number in range(3, 20):
+                try: os.write(number, wire.encode({"problem": "=1+1"}))
+                except OSError: pass
+            """
+        ),
+        NONE,
+        ["grpo.py cannot be imported: =1+1"],
+        [],
+    ),
     "odd but right": (
         "import sys, os\nsys.modules['tinylm_'] = os\n"
         + each(task4="import os\nos.environ['RL_SOLUTIONS'] = '1'")
@@ -388,7 +420,7 @@ HOSTILE = {
             def group_advantages(rewards, G, normalize_std=True, eps=1e-4): return rewards
             """
         ),
-        (0, 0, 0, 20, 20),
+        (0, 0, 0, 20, 0),
         [],
         [],
     ),
@@ -595,7 +627,9 @@ def test_the_kit_holds_no_test_and_no_solution():
         assert {"tinylm.py", "tinylm_sft.pt", "worker.py", "wire.py", "lab/door/__init__.py"} <= names
         assert not any("grpo" in name or "diagnose" in name or "examine" in name or "test" in name for name in names)
         texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
-        assert not any("diagnose" in text or "expected" in text for text in texts)
+        assert not any(
+            re.search(r"import .*(diagnose|examine|test_grpo)|(diagnose|examine)\S* import", text) for text in texts
+        )
     assert not folder.exists()
 
 
