@@ -54,7 +54,13 @@ class Workshop:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         command = self.confinement.command(self.kit, self.limits, uid)
         process = subprocess.Popen(command, env=environment, start_new_session=True, cwd=self.kit, **pipes)
-        return Line(connected(process), process, lambda: self.clear(uid, home))
+        ours, reader = connected(process)
+
+        def clear() -> None:
+            self.clear(uid, home)
+            reader.join(timeout=10)
+
+        return Line(ours, process, clear)
 
     def clear(self, uid: int, home: Path) -> None:
         """End what a process has left running, and its folder."""
@@ -63,25 +69,33 @@ class Workshop:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def connected(process: subprocess.Popen) -> socket.socket:
-    """A socket to the process's standard input and output, which can be waited for, as pipes cannot everywhere."""
+def connected(process: subprocess.Popen) -> tuple[socket.socket, threading.Thread]:
+    """A socket to the process's standard input and output, which can be waited for, as pipes cannot everywhere; and the
+    thread that carries the data until the process has ended.
+    """
     ours, theirs = socket.socketpair()
 
-    def pump(receive, send, stop) -> None:
+    def there() -> None:
         with suppress(OSError, ValueError):
-            while data := receive(2**16):
-                send(data)
+            while data := theirs.recv(2**16):
+                process.stdin.write(data)
+                process.stdin.flush()
         with suppress(OSError):
-            stop()
+            process.stdin.close()
 
-    def write(data: bytes) -> None:
-        process.stdin.write(data)
-        process.stdin.flush()
+    def back() -> None:
+        with theirs, process.stdout:
+            with suppress(OSError, ValueError):
+                while data := process.stdout.read1(2**16):
+                    theirs.sendall(data)
+            with suppress(OSError):
+                theirs.shutdown(socket.SHUT_RDWR)
+            writer.join()
 
-    hang_up = lambda: theirs.shutdown(socket.SHUT_RDWR)  # noqa: E731
-    threading.Thread(target=pump, args=(theirs.recv, write, process.stdin.close), daemon=True).start()
-    threading.Thread(target=pump, args=(process.stdout.read1, theirs.sendall, hang_up), daemon=True).start()
-    return ours
+    writer, reader = (threading.Thread(target=pump, daemon=True) for pump in (there, back))
+    writer.start()
+    reader.start()
+    return ours, reader
 
 
 class Line:
@@ -137,8 +151,8 @@ class Line:
                 os.killpg(self.process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.process.kill()
             self.status = self.process.wait()
             self.socket.close()
-            self.clear()
             self.socket = None
+            self.clear()
         return self.status
 
 
