@@ -143,6 +143,9 @@ AVERAGES = {
     "each response is divided by the number of tokens of the whole batch: divide by its own": lambda x, b: (
         (x * b.mask).sum(1) / b.mask.sum()
     ).mean(),
+    "the mask is summed over the responses (dim=0): divide each by its own tokens, mask.sum(dim=1)": lambda x, b: (
+        (x * b.mask).sum(1) / b.mask.sum(0)
+    ).mean(),
     "a response's tokens are summed: divide by their number": lambda x, b: (x * b.mask).sum(1).mean(),
     "the responses are summed: average over them": lambda x, b: ((x * b.mask).sum(1) / b.mask.sum(1)).sum(),
     "everything is summed: average over a response's tokens, then over responses": lambda x, b: (x * b.mask).sum(),

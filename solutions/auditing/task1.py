@@ -195,6 +195,32 @@ MISTAKES = [
         [("responses=responses,", "responses=torch.cat([prompts, responses], dim=1),")],
         ("responses", "shape|prompt"),
     ),
+    mistake(
+        "the prompts flattened by repeat_interleave",
+        [("prompts.repeat_interleave(G, dim=0)", "prompts.repeat_interleave(G)")],
+        ("tinylm.generate cannot work with its arguments",),
+    ),
+    mistake(
+        "the arguments of the verifier swapped",
+        [("tinylm.reward(prompt, text)", "tinylm.reward(text, prompt)")],
+        ("tinylm.reward cannot work with its arguments",),
+    ),
+    mistake(
+        "the arguments of generate swapped",
+        [(GENERATE, "responses = tinylm.generate(prompts, model, temperature, generator)\n")],
+        ("model is to be a TinyLM", "prompts is to be a Tensor"),
+    ),
+    mistake(
+        "responses by G calls of generate",
+        [
+            (
+                GENERATE,
+                "calls = [tinylm.generate(model, prompts[::G], temperature, generator) for _ in range(G)]\n"
+                "    responses = torch.cat(calls)\n",
+            )
+        ],
+        ("the responses are in the order a b a b",),
+    ),
 ]
 
 # Mistakes that once passed: values that no test drew, what a function leaves behind.

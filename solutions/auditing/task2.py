@@ -133,6 +133,11 @@ MISTAKES = [
         [(CENTRED, "groups -= groups.mean(dim=1, keepdim=True)\n    advantages = groups\n")],
         (IN_PLACE,),
     ),
+    mistake(
+        "no keepdim in the mean",
+        [(CENTRED, "advantages = groups - groups.mean(dim=1)\n")],
+        ("raised RuntimeError: advantages = groups - groups.mean(dim=1)",),
+    ),
 ]
 
 VARIATIONS = [

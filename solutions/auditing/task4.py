@@ -269,6 +269,27 @@ MISTAKES = [
     ),
     mistake("advantages changed in place", [(COLUMN, "advantages.unsqueeze_(1)\n")], (IN_PLACE,)),
     mistake("old_logp changed in place", [(RATIO, f"old_logp.mul_(mask)\n    {RATIO}")], (IN_PLACE,)),
+    mistake(
+        "the ratio clamped in place",
+        [(CLIPPED, "clipped = ratio.clamp_(1 - clip, 1 + clip) * advantages\n")],
+        ("changed in place", "clamp, not clamp_"),
+    ),
+    mistake(
+        "the ratio against logp itself",
+        [(RATIO, "ratio = (logp - logp.detach()).exp()\n")],
+        ("old_logp is not used",),
+    ),
+    mistake(
+        "divided by all tokens, and by N",
+        [(PER_RESPONSE, "per_response = (objective * mask).sum(dim=1) / mask.sum()\n")],
+        ("number of tokens of the whole batch",),
+    ),
+    mistake("metrics before the loss", [(RETURN_LOSS, "return metrics, loss\n")], ("it returned (dict, Tensor)",)),
+    mistake(
+        "the mask summed over the responses",
+        [(PER_RESPONSE, "per_response = (objective * mask).sum(dim=1) / mask.sum(dim=0)\n")],
+        ("mask.sum(dim=1)",),
+    ),
 ]
 
 # Mistakes that once passed: values that no test drew, what a function leaves behind.

@@ -277,6 +277,26 @@ MISTAKES = [
         ],
         ("grpo_loss|REINFORCE",),
     ),
+    mistake(
+        "logp once, before the loop",
+        [(NEW, ""), (LOOP, f"{NEW[4:]}{LOOP}")],
+        ("logp is computed once, before the loop",),
+    ),
+    mistake(
+        "the prompts as they came for the log-probs",
+        [(NEW, NEW.replace("samples.prompts", "prompts"))],
+        ("tinylm.token_logp cannot work with its arguments",),
+    ),
+    mistake(
+        "prompts looked for in config",
+        [(SAMPLE, SAMPLE.replace("(model, prompts", "(model, config.prompts"))],
+        ("raised AttributeError: samples = sample_group",),
+    ),
+    mistake(
+        "metrics before the samples",
+        [(RETURN_STEP, 'return metrics | {"loss": loss.detach()}, samples\n')],
+        ("it returned (dict, Samples)",),
+    ),
 ]
 
 # Mistakes that once passed: values that no test drew, what a function leaves behind.
