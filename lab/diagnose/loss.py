@@ -224,8 +224,9 @@ def probes() -> list[Batch]:
     draw = partial(uniform, torch.Generator().manual_seed(1))
     square = fresh_batch(draw, [3, 1, 4, 2], Tr=4, clip=0.1, beta=0.5)
     square.advantages[1] = 0
-    free = fresh_batch(draw, [4, 2, 3], Tr=4, clip=1000.0, beta=0.0)
-    free.old_logp[:, ::2] = free.logp[:, ::2] - draw(1, 1.5, 3, 2)  # ratios from 2.7 to 4.5, which other clips stop
+    free = fresh_batch(draw, [4, 2, 3, 4, 3, 4], Tr=4, clip=1000.0, beta=0.0)
+    every_second = (torch.arange(6)[:, None] + torch.arange(4)) % 2 == 0
+    free.old_logp[every_second] = free.logp[every_second] - draw(1, 1.5, 12)  # ratios from 2.7 to 4.5: other clips show
     return [
         fresh_batch(draw, [2, 4, 1, 3, 4, 2], Tr=5, clip=0.3, beta=0.1),
         fresh_batch(draw, [5, 5, 5, 5, 5, 5], Tr=5, beta=0.0),

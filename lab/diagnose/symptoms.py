@@ -221,8 +221,7 @@ def features_of(batch: Batch) -> Features:
         "a ratio outside of the clip": own & (above | below),
         "a ratio that the clip stops": own & ((up & above) | (down & below)),
         "a ratio that is outside, but not to be stopped": own & ((up & below) | (down & above)),
-        "u > 1": own & (u > 1),
-        "u < 1": own & (u < 1),
+        **({"u > 1": own & (u > 1), "u < 1": own & (u < 1)} if batch.beta else {}),  # without beta, u cannot matter
         "the first token": own & (column == 0),
         "the last token, the end-of-sequence,": own & (column == lengths - 1),
         "the padding": ~own,
