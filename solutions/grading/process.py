@@ -102,7 +102,7 @@ class Line:
     """What is said to one submission's process, and what it answers."""
 
     def __init__(self, ours: socket.socket, process: subprocess.Popen, clear: Callable[[], None]):
-        self.socket, self.process, self.clear, self.status = ours, process, clear, 0
+        self.socket, self.process, self.clear = ours, process, clear
         self.deadline = time.monotonic() + START
 
     def allow(self, seconds: float) -> None:
@@ -137,23 +137,23 @@ class Line:
         """In words. It may need a moment to end, after it has closed its line."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
-        status = self.close()
+        self.close()
+        status = self.process.returncode
         status = 128 - status if status > 128 and os.name != "nt" else status  # as shells and bubblewrap tell a signal
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
             return f"was killed by the signal {name}" if name != "SIGKILL" else "closed the grader's channel"
         return f"ended the process (exit status {status})"
 
-    def close(self) -> int:
-        """End the process. Returns its exit status, or minus the signal that ended it."""
+    def close(self) -> None:
+        """End the process, and what it left."""
         if self.socket is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self.process.kill()
-            self.status = self.process.wait()
+            self.process.wait()
             self.socket.close()
             self.socket = None
             self.clear()
-        return self.status
 
 
 # Answers, as `lab/door/` describes them ------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ class RemoteDoor:
 
     def begin_task(self, stand_ins: bytes, functions: list[str]) -> None:
         """From here on these functions are those of `stand_ins`. A new time begins."""
-        self.stand_ins = (stand_ins, functions)
-        if self.line:
+        before, self.stand_ins = self.stand_ins, (stand_ins, functions)
+        if self.line and self.stand_ins != before:
             self.line.allow(self.timeout)
             self.give_stand_ins()
 

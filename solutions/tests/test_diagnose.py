@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from auditing.catalogue import BY_NAME
+from auditing.entries import Mistake, changed_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -124,88 +126,56 @@ def test_a_wrong_k3_is_told_by_its_own_name(name):
 # A student's function, in words ------------------------------------------------------------------------------------
 
 
-LOGP = "logp = tinylm.token_logp(model, samples.prompts, samples.responses, config.temperature)\n"
-RESPONSES = "responses = tinylm.generate(model, prompts, temperature, generator)\n"
-STEP = "        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()\n"
-CLIPPED = "clipped = ratio.clamp(1 - clip, 1 + clip) * advantages\n"
-TOLD = {  # (task, a change of the reference) -> words of the first line, words of those below
-    (1, ("prompts.repeat_interleave(G, dim=0)", "prompts.repeat_interleave(G)")): (
+TOLD = {  # a mistake of the audit's -> words of the first line, words of those below
+    "the prompts flattened by repeat_interleave": (
         "tinylm.generate cannot work with its arguments",
         "with model a TinyLM, prompts a tensor [1536]",
     ),
-    (1, ("tinylm.reward(prompt, text)", "tinylm.reward(text, prompt)")): (
-        "tinylm.reward cannot work with its arguments",
-        "with prompt '",
-    ),
-    (1, ("tinylm.generate(model, prompts, temperature", "tinylm.generate(prompts, model, temperature")): (
+    "the arguments of the verifier swapped": ("tinylm.reward cannot work with its arguments", "with prompt '"),
+    "the arguments of generate swapped": (
         "model is to be a TinyLM, prompts is to be a Tensor",
         "raised AttributeError",
     ),
-    (
-        1,
-        (
-            RESPONSES,
-            "responses = torch.cat([tinylm.generate(model, prompts[::G], temperature, generator) for _ in range(G)])\n",
-        ),
-    ): (
-        "the responses are in the order a b a b",
-        "",
-    ),
-    (2, ("groups.mean(dim=1, keepdim=True)", "groups.mean(dim=1)")): (
+    "responses by G calls of generate": ("the responses are in the order a b a b", ""),
+    "no keepdim in the mean": (
         "of grpo.py raised RuntimeError: advantages = groups - groups.mean(dim=1)",
         "with groups [2, 4]",
     ),
-    (
-        2,
-        (
-            "/ (groups.std(dim=1, correction=0, keepdim=True) + eps)",
-            "/ groups.std(dim=1, correction=0, keepdim=True) + eps",
-        ),
-        ("advantages.masked_fill(no_signal, 0.0)", "advantages"),
-    ): (
-        "eps is added to the quotient: divide by (std + eps)",
-        "",
-    ),
-    (4, (CLIPPED, "clipped = ratio.clamp_(1 - clip, 1 + clip) * advantages\n")): (
+    "epsilon added to the quotient": ("eps is added to the quotient: divide by (std + eps)", ""),
+    "the ratio clamped in place": (
         "changed in place: make a new one (clamp, not clamp_)",
         "clipped = ratio.clamp_(1 - clip",
     ),
-    (4, ("ratio = (logp - old_logp).exp()", "ratio = (logp - logp.detach()).exp()")): (
-        "old_logp is not used, so the ratio is always 1",
-        "",
-    ),
-    (4, ("(objective * mask).sum(dim=1) / mask.sum(dim=1)", "(objective * mask).sum(dim=1) / mask.sum()")): (
+    "the ratio against logp itself": ("old_logp is not used, so the ratio is always 1", ""),
+    "divided by all tokens, and by N": (
         "each response is divided by the number of tokens of the whole batch",
         "",
     ),
-    (4, ("kl = k3_kl(logp, ref_logp)", "kl = k3_kl(logp, old_logp)")): ("against old_logp: it is against ref_logp", ""),
-    (4, ("return loss, metrics", "return metrics, loss")): ("it returned (dict, Tensor)", ""),
-    (5, (f"        {LOGP}        loss", "        loss"), ("    for _ in", f"    {LOGP}    for _ in")): (
+    "KL of the policy to the old policy": ("against old_logp: it is against ref_logp", ""),
+    "metrics before the loss": ("it returned (dict, Tensor)", ""),
+    "logp once, before the loop": (
         "logp is computed once, before the loop: compute it anew in each inner step",
         "Trying to backward",
     ),
-    (5, (STEP, "        loss.backward()\n        optimizer.zero_grad()\n        optimizer.step()\n")): (
+    "zero_grad between backward and step": (
         "zero_grad, backward, step is the order of the calls, not backward zero_grad step",
         "",
     ),
-    (5, (LOGP + "        loss", LOGP.replace("samples.prompts", "prompts") + "        loss")): (
+    "the prompts as they came for the log-probs": (
         "tinylm.token_logp cannot work with its arguments",
         "with model a TinyLM, prompts a tensor [6, 6], responses a tensor [24, 4]",
     ),
-    (5, ("sample_group(model, prompts, config.G", "sample_group(model, config.prompts, config.G")): (
+    "prompts looked for in config": (
         "raised AttributeError: samples = sample_group(",
         "object has no attribute 'prompts'; it has ",
     ),
-    (5, ("return samples, metrics | ", "return metrics, samples  # ")): ("it returned (dict, Samples)", ""),
+    "metrics before the samples": ("it returned (dict, Samples)", ""),
 }
 
 
-def failures(task: int, changes, folder, sft) -> list[str]:
-    """What the tests of a task say of the reference with some changes: the messages of those that fail."""
-    source = REFERENCE.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+def failures(mistake: Mistake, folder, sft) -> list[str]:
+    """What the tests of its task say of the mistake: the messages of those that fail."""
+    source, task = changed_source(mistake, REFERENCE.read_text(encoding="utf-8")), mistake.task
     (folder / "grpo.py").write_text(source, encoding="utf-8")
     module, memory, said = load_module(folder / "grpo.py", "grpo_that_is_wrong"), Memory(), []
     tests = [test for name, test in vars(test_grpo).items() if name.startswith(f"test_task{task}_")]
@@ -215,14 +185,13 @@ def failures(task: int, changes, folder, sft) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("task_and_changes", TOLD, ids=lambda case: f"task{case[0]}: {case[1][1].strip()[:40]}")
-def test_a_failure_is_told_in_words_and_once(task_and_changes, tmp_path, sft):
+@pytest.mark.parametrize("name", TOLD)
+def test_a_failure_is_told_in_words_and_once(name, tmp_path, sft):
     """Mistakes that a table of values cannot hold, or that once were told as others. Each failure is short, its first
     line the same in every test, and its numbers come once.
     """
-    task, *changes = task_and_changes
-    first, below = TOLD[task_and_changes]
-    said = failures(task, changes, tmp_path, sft)
+    first, below = TOLD[name]
+    said = failures(BY_NAME[name], tmp_path, sft)
     assert first in said[0].splitlines()[0]
     assert below in said[0].partition("\n")[2]
     assert all(len(message.splitlines()) <= 8 for message in said)
@@ -239,7 +208,8 @@ def test_a_failure_is_told_in_words_and_once(task_and_changes, tmp_path, sft):
     ],
 )
 def test_a_loss_that_no_table_knows_is_told_by_what_is_seen(change, told, tmp_path, sft):
-    assert told in failures(4, [change], tmp_path, sft)[0].splitlines()[0]
+    unknown = Mistake(4, "not in the catalogue", [change], (told,))
+    assert told in failures(unknown, tmp_path, sft)[0].splitlines()[0]
 
 
 # Symptoms: true of any function, none of a right one ---------------------------------------------------------------

@@ -140,9 +140,10 @@ class Gone:
     """In place of a subprocess.Popen, for a line whose other end is a thread."""
 
     pid = 2**22 + 1  # no process has it
+    returncode = 0
 
     def wait(self, timeout=0):
-        return 0
+        return self.returncode
 
 
 @contextmanager
